@@ -1,0 +1,112 @@
+"""Which tokens a query may attend to: lengths, causality, windows, bool and additive masks (docs/numerics.md, section 2).
+
+Columns of a mask are those of the model's own timeline, left padding included; here they become positions of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .query import clamp28
+
+__all__ = ["Mask", "MaskView", "additive_logits", "attended", "row_mask"]
+
+LOG2_E_FLOAT32 = float(np.array(0x3FB8AA3B, np.uint32).view(np.float32))
+
+
+@dataclass(frozen=True)
+class MaskView:
+    """The mask of one row: causal, window, and an array [Hq or 1, L or 1, n or 1] by position, or None."""
+
+    causal: bool
+    window: int | None
+    array: mx.array | None
+
+
+Mask = mx.array | str | None
+
+
+def row_mask(
+    mask: Mask,
+    window: int | None,
+    left_padding: Sequence[int] | None,
+    row: int,
+    query_shape: Sequence[int],
+    lengths: Sequence[int],
+) -> MaskView:
+    """Check a mask against q [B, Hq, L, D] and take the part of one row."""
+    padding = [0] * len(lengths) if left_padding is None else [int(p) for p in left_padding]
+    if len(padding) != len(lengths) or min(padding) < 0:
+        raise ValueError(f"left_padding must be {len(lengths)} numbers >= 0; got {padding}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1; got window={window}")
+    if mask is None or isinstance(mask, str):
+        if mask not in (None, "causal"):
+            raise ValueError(f'mask must be None, "causal" or an array; got mask={mask!r}')
+        return MaskView(mask == "causal", window, None)
+    array = _four_axes(mask, query_shape)
+    columns = max(n + p for n, p in zip(lengths, padding, strict=True))
+    wanted = (query_shape[0], query_shape[1], query_shape[2], columns)
+    if any(have not in (1, want) for have, want in zip(array.shape, wanted, strict=True)):
+        raise ValueError(f"mask must broadcast to {list(wanted)}; got shape {tuple(mask.shape)}")
+    part = array[row if array.shape[0] > 1 else 0]
+    if part.shape[2] > 1:
+        part = part[..., padding[row] : padding[row] + lengths[row]]
+    return MaskView(False, window, part)
+
+
+def _four_axes(mask: mx.array, query_shape: Sequence[int]) -> mx.array:
+    if mask.dtype != mx.bool_ and not mx.issubdtype(mask.dtype, mx.floating):
+        raise ValueError(f"mask must be bool or floating; got {mask.dtype}")
+    if mask.ndim > 5:
+        raise ValueError(f"mask must have at most 5 axes; got shape {tuple(mask.shape)}")
+    if mask.ndim == 5:
+        outer, heads, group = mask.shape[:3]
+        if heads * group == 1:
+            return mask.reshape(outer, 1, *mask.shape[3:])
+        full = heads if heads > 1 else query_shape[1] // group
+        mask = mx.broadcast_to(mask, (outer, full, query_shape[1] // full, *mask.shape[3:]))
+        return mask.reshape(outer, query_shape[1], *mask.shape[3:])
+    return mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
+
+
+def attended(
+    view: MaskView, positions: mx.array, group: int, heads: int, start: int, columns: int, length: int
+) -> tuple[mx.array, mx.array | None]:
+    """allowed bool [Hk or 1, M, T] for queries at `positions` (query `start` of the mask first), and the additive mask.
+
+    The additive mask is float32 [Hk or 1, M or 1, T] or None; -inf in it excludes a token.
+    """
+    i, j = positions[:, None], mx.arange(columns)
+    allowed = (j < length) & (i >= 0)
+    if view.causal:
+        allowed = allowed & (j <= i)
+    if view.window is not None:
+        allowed = allowed & (i - j < view.window)
+    allowed = mx.tile(allowed, (group, 1))[None]
+    if view.array is None:
+        return allowed, None
+    queries = positions.shape[0]
+    array = view.array if view.array.shape[1] == 1 else view.array[:, start : start + queries]
+    if array.shape[2] > 1:
+        array = mx.pad(array, [(0, 0), (0, 0), (0, columns - array.shape[2])])
+    array = mx.broadcast_to(array, (array.shape[0], queries, columns))
+    if array.shape[0] == 1:
+        array = mx.tile(array, (1, group, 1))
+    else:
+        array = array.reshape(heads, group * queries, columns)
+    if array.dtype == mx.bool_:
+        return allowed & array, None
+    array = array.astype(mx.float32)
+    return allowed & (array != -mx.inf), array
+
+
+def additive_logits(values: mx.array) -> tuple[mx.array, mx.array]:
+    """Natural logits (float32) as fixed-point base-2 ones within +-2^28, int32, and where they are NaN."""
+    nan = mx.isnan(values)
+    known = mx.where(nan, 0.0, values)
+    return clamp28(mx.round(known * LOG2_E_FLOAT32 * 4096.0)), nan

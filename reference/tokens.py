@@ -1,0 +1,286 @@
+"""Young tokens raw, old tokens packed by the tile: what a cache holds, and how it changes.
+
+Attention leans on the first tokens of a sequence and on the latest ones, so those stay in the model's own dtype; the
+long middle is packed, 64 tokens at a time, once a tile has been complete for 32 tokens (docs/numerics.md, section 2).
+A tile is coded from raw tokens only and exactly once, so the codes do not depend on how many tokens came per call.
+
+Everything is a pure function from `Tokens` to new `Tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from .codec import dequantize, quantize
+from .packing import words_per_vector
+from .types import FIRST, RING, TILE, Codec, Packed, Role, Tokens, packed_tiles
+
+__all__ = ["append", "empty_tokens", "raw_tokens", "select_rows", "stack_rows", "trim"]
+
+
+def empty_tokens(
+    codec: Codec, role: Role, batch: int, heads: int, dtype: mx.Dtype, factors: mx.array | None = None
+) -> Tokens:
+    """Tokens of `batch` empty rows with `heads` kv heads.
+
+    role: "key" or "value".  dtype: the model's, of raw tokens.  factors: int8 [heads, D] or [batch, heads, D] channel
+    factors of a profile, keys only; without them the first tile fixes them.
+    """
+    if role not in ("key", "value"):
+        raise ValueError(f'role must be "key" or "value"; got role={role!r}')
+    if role == "value" and codec.kind != "mse":
+        raise ValueError(f'values need kind="mse"; got kind={codec.kind!r}')
+    if role == "value" and factors is not None:
+        raise ValueError("channel factors belong to keys; got factors with role='value'")
+    if factors is not None:
+        if tuple(factors.shape[-2:]) != (heads, codec.dim):
+            raise ValueError(f"factors must be [..., {heads}, {codec.dim}]; got shape {tuple(factors.shape)}")
+        factors = mx.broadcast_to(factors, (batch, heads, codec.dim)).astype(mx.int8)
+    raw = mx.zeros((batch, heads, 0, codec.dim), dtype)
+    return Tokens(
+        codec=codec,
+        role=role,
+        lengths=(0,) * batch,
+        held=(0,) * batch,
+        first=raw,
+        recent=raw,
+        packed=_no_tiles(codec, role, batch, heads, factors),
+        factors_given=factors is not None,
+    )
+
+
+def _no_tiles(codec: Codec, role: Role, batch: int, heads: int, factors: mx.array | None) -> Packed:
+    width = words_per_vector(codec.dim, codec.code_bits)
+    prod, keys = codec.kind == "prod", role == "key"
+    shape = (batch, heads, 0, TILE)
+    return Packed(
+        words=mx.zeros((*shape, width), mx.uint32),
+        scales=mx.zeros(shape, mx.float16),
+        base=mx.zeros((batch, heads, 0, codec.dim), mx.int16) if keys else None,
+        base_exponent=mx.zeros((batch, heads, 0), mx.int16) if keys else None,
+        factors=factors,
+        sign_words=mx.zeros((*shape, words_per_vector(codec.dim, 1)), mx.uint32) if prod else None,
+        sign_scales=mx.zeros(shape, mx.float16) if prod else None,
+    )
+
+
+def append(tokens: Tokens, x: mx.array, counts: Sequence[int] | None = None) -> Tokens:
+    """Add new keys or values x [B, H, L, D] to every row.
+
+    counts: how many of the L columns are real in each row; they are the last ones, columns before them are left
+    padding and dropped.  Raises ValueError for a wrong shape or count.
+    """
+    batch, heads, _, dim = tokens.first.shape
+    if x.ndim != 4 or tuple(x.shape[:2]) != (batch, heads) or x.shape[3] != dim:
+        raise ValueError(f"x must be [{batch}, {heads}, L, {dim}]; got shape {tuple(x.shape)}")
+    length = x.shape[2]
+    real = (length,) * batch if counts is None else tuple(int(c) for c in counts)
+    if len(real) != batch or not all(0 <= c <= length for c in real):
+        raise ValueError(f"counts must be {batch} numbers from 0 to {length}; got {list(real)}")
+    x = x.astype(tokens.first.dtype)
+    if _alike(tokens) and len(set(real)) == 1:
+        return _append_alike(tokens, x[:, :, length - real[0] :])
+    rows = [_append_alike(row, x[b : b + 1, :, length - real[b] :]) for b, row in enumerate(select_rows(tokens))]
+    return stack_rows(rows)
+
+
+def _alike(tokens: Tokens) -> bool:
+    return len(set(tokens.lengths)) == 1 and set(tokens.held) == {tokens.recent.shape[2]}
+
+
+def _append_alike(tokens: Tokens, x: mx.array) -> Tokens:
+    """`append` for rows of equal length."""
+    before, after = tokens.lengths[0], tokens.lengths[0] + x.shape[2]
+    first = tokens.first
+    if before < FIRST:
+        first = mx.concatenate([first, x[:, :, : FIRST - before]], axis=2)
+    held = min(tokens.recent.shape[2], RING - 1)
+    recent = mx.concatenate([tokens.recent[:, :, tokens.recent.shape[2] - held :], x], axis=2)
+    packed = tokens.packed
+    old, new = packed_tiles(before), packed_tiles(after)
+    if new > old:
+        start = recent.shape[2] - after
+        packed = _join(packed, _pack_tiles(tokens, recent[:, :, start + old * TILE : start + new * TILE]))
+    batch = len(tokens.lengths)
+    return replace(
+        tokens,
+        lengths=(after,) * batch,
+        held=(recent.shape[2],) * batch,
+        first=first,
+        recent=recent,
+        packed=packed,
+    )
+
+
+def _pack_tiles(tokens: Tokens, x: mx.array) -> Packed:
+    """Code whole tiles x [B, H, 64 n, D]; the arrays come back with tiles apart."""
+    keys = tokens.role == "key"
+    coded = quantize(x, tokens.codec, base=keys, factors=tokens.packed.factors if keys else None)
+    tiled = {
+        "words": coded.words,
+        "scales": coded.scales,
+        "sign_words": coded.sign_words,
+        "sign_scales": coded.sign_scales,
+    }
+    batch, heads = x.shape[:2]
+    return replace(
+        coded,
+        **{
+            name: array.reshape(batch, heads, -1, TILE, *array.shape[3:])
+            for name, array in tiled.items()
+            if array is not None
+        },
+    )
+
+
+def _join(old: Packed, new: Packed) -> Packed:
+    joined = {
+        name: mx.concatenate([array, getattr(new, name)], axis=2)
+        for name, array in old.arrays().items()
+        if name != "factors"
+    }
+    return Packed(**joined, factors=new.factors if old.factors is None else old.factors)
+
+
+def trim(tokens: Tokens, n: int | Sequence[int]) -> Tokens:
+    """Take the last n tokens (one number, or one per row) back from every row.
+
+    Exact for n <= 32 after an append: appending the same tokens again gives equal bits.  A deeper trim may need raw
+    tokens that are no longer held; these come back dequantized.  Raises ValueError if a row is shorter than n.
+    """
+    batch = len(tokens.lengths)
+    amounts = (int(n),) * batch if isinstance(n, int) else tuple(int(a) for a in n)
+    if len(amounts) != batch or any(not 0 <= a <= have for a, have in zip(amounts, tokens.lengths, strict=False)):
+        raise ValueError(f"cannot trim {list(amounts)} tokens from rows of {list(tokens.lengths)} tokens")
+    if _alike(tokens) and len(set(amounts)) == 1:
+        return _trim_alike(tokens, amounts[0])
+    return stack_rows([_trim_alike(row, a) for row, a in zip(select_rows(tokens), amounts, strict=True)])
+
+
+def _trim_alike(tokens: Tokens, n: int) -> Tokens:
+    if n == 0:
+        return tokens
+    after = tokens.lengths[0] - n
+    tiles = packed_tiles(after)
+    held = max(0, tokens.recent.shape[2] - n)
+    recent = tokens.recent[:, :, :held]
+    # Tile `tiles` will be coded again, so its raw tokens are needed.
+    missing = after - held - tiles * TILE
+    if missing > 0:
+        lost = _packed_tokens(tokens, tiles * TILE, tiles * TILE + missing)
+        recent = mx.concatenate([lost, recent], axis=2)
+        held += missing
+    packed = _first_tiles(tokens.packed, tiles)
+    if tiles == 0 and not tokens.factors_given:
+        packed = replace(packed, factors=None)
+    batch = len(tokens.lengths)
+    return replace(
+        tokens,
+        lengths=(after,) * batch,
+        held=(held,) * batch,
+        first=tokens.first[:, :, : min(FIRST, after)],
+        recent=recent,
+        packed=packed,
+    )
+
+
+def _first_tiles(packed: Packed, tiles: int) -> Packed:
+    kept = {name: array[:, :, :tiles] for name, array in packed.arrays().items() if name != "factors"}
+    return Packed(**kept, factors=packed.factors)
+
+
+def _packed_tokens(tokens: Tokens, start: int, stop: int) -> mx.array:
+    """Tokens start .. stop - 1 of equally long rows out of packed tiles, the first tokens raw: [B, H, stop - start, D]."""
+    tiles = range(start // TILE, (stop + TILE - 1) // TILE)
+    window = {
+        name: array[:, :, tiles.start : tiles.stop]
+        for name, array in tokens.packed.arrays().items()
+        if name != "factors"
+    }
+    values = dequantize(Packed(**window, factors=tokens.packed.factors), tokens.codec, tokens.first.dtype)
+    batch, heads = values.shape[:2]
+    values = values.reshape(batch, heads, -1, tokens.codec.dim)
+    if tiles.start == 0:
+        values = mx.concatenate([tokens.first, values[:, :, tokens.first.shape[2] :]], axis=2)
+    return values[:, :, start - tiles.start * TILE : stop - tiles.start * TILE]
+
+
+def raw_tokens(tokens: Tokens, dtype: mx.Dtype | None = None) -> mx.array:
+    """All tokens as plain vectors [B, H, max length, D], left-aligned by position, zeros beyond a row's end.
+
+    Young and first tokens are the model's own, packed ones are dequantized.  dtype: default the model's.
+    """
+    longest = max(tokens.lengths, default=0)
+    rows = []
+    for row in select_rows(tokens):
+        length, held = row.lengths[0], row.held[0]
+        parts = [row.recent] if held >= length else [_packed_tokens(row, 0, length - held), row.recent]
+        whole = mx.concatenate(parts, axis=2)
+        rows.append(mx.pad(whole, [(0, 0), (0, 0), (0, longest - length), (0, 0)]))
+    return mx.concatenate(rows, axis=0).astype(dtype or tokens.first.dtype)
+
+
+def select_rows(tokens: Tokens) -> list[Tokens]:
+    """Each row as Tokens of its own, without any padding."""
+    if len(tokens.lengths) == 1 and _alike(tokens):
+        return [tokens]
+    columns = tokens.recent.shape[2]
+    rows = []
+    for b, (length, held) in enumerate(zip(tokens.lengths, tokens.held, strict=True)):
+        tiles = packed_tiles(length)
+        arrays = {name: array[b : b + 1] for name, array in tokens.packed.arrays().items()}
+        packed = _first_tiles(Packed(**arrays), tiles)
+        if tiles == 0 and not tokens.factors_given:
+            packed = replace(packed, factors=None)
+        rows.append(
+            replace(
+                tokens,
+                lengths=(length,),
+                held=(held,),
+                first=tokens.first[b : b + 1, :, : min(FIRST, length)],
+                recent=tokens.recent[b : b + 1, :, columns - held :],
+                packed=packed,
+            )
+        )
+    return rows
+
+
+def stack_rows(rows: Sequence[Tokens]) -> Tokens:
+    """Rows of any lengths (same codec, role, heads and dtype) as one batch."""
+    columns = max(row.recent.shape[2] for row in rows)
+    firsts = max(row.first.shape[2] for row in rows)
+    tiles = max(row.packed.words.shape[2] for row in rows)
+    names: set[str] = set().union(*(row.packed.arrays() for row in rows))
+    _, heads, _, dim = rows[0].first.shape
+    arrays = {}
+    for name in names:
+        parts = []
+        for row in rows:
+            array = getattr(row.packed, name)
+            if name == "factors":
+                # A row without a tile has no factors yet; the zeros that stand for them are never read.
+                parts.append(mx.zeros((len(row.lengths), heads, dim), mx.int8) if array is None else array)
+            else:
+                parts.append(_pad_axis2(array, tiles - array.shape[2], left=False))
+        arrays[name] = mx.concatenate(parts, axis=0)
+    return replace(
+        rows[0],
+        lengths=tuple(n for row in rows for n in row.lengths),
+        held=tuple(h for row in rows for h in row.held),
+        first=mx.concatenate([_pad_axis2(row.first, firsts - row.first.shape[2], left=False) for row in rows], axis=0),
+        recent=mx.concatenate(
+            [_pad_axis2(row.recent, columns - row.recent.shape[2], left=True) for row in rows], axis=0
+        ),
+        packed=Packed(**arrays),
+    )
+
+
+def _pad_axis2(x: mx.array, amount: int, left: bool) -> mx.array:
+    if amount == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[2] = (amount, 0) if left else (0, amount)
+    return mx.pad(x, widths)
