@@ -1,9 +1,10 @@
 """Attention on packed keys and values, in integers.
 
-A score of a packed key is <H s q, c> times two scales: the query is rotated once, the keys never are rotated back.  In
-the same way the weighted sum of values is taken over centroids, and rotated back once at the end.  Softmax works tile by
-tile (64 tokens): logits are fixed-point base-2 logarithms, weights come from two small tables, and each tile carries a
-power of two, so tiles merge like the blocks of flash attention, but by exact shifts.  docs/numerics.md, sections 4, 5.
+A score of a packed key is <H s q, c> times two scales: the query is rotated once, the keys are never rotated back.
+Likewise the weighted sum of values is taken over centroids and rotated back once at the end.  Softmax works tile by
+tile (64 tokens): logits are fixed-point base-2 logarithms, weights come from two small tables, and each tile carries
+a power of two, so tiles merge like the blocks of flash attention, but by exact shifts (docs/numerics.md, sections 4
+and 5).
 
 Shapes: B rows, Hq query and Hk kv heads, G = Hq / Hk, L queries, M = G L, T columns (tokens, whole tiles), N tiles.
 """
@@ -27,7 +28,7 @@ from .integers import (
     snap,
     split_matmul,
 )
-from .masks import Mask, additive_logits, attended, row_mask
+from .masks import Mask, MaskView, additive_logits, attended, row_mask
 from .query import LOG2_E, Query, clamp28, logit, prepare_query
 from .rotation import rotate_back
 from .tokens import select_rows
@@ -45,7 +46,7 @@ BLOCK = 2**22
 """Logits computed at a time; any value gives the same bits."""
 
 WEIGHT_HIGH = [round(2**12 * 2 ** (-h / 64)) for h in range(64)]
-WEIGHT_LOW = [round(2**12 * 2 ** (-l / 4096)) for l in range(64)]
+WEIGHT_LOW = [round(2**12 * 2 ** (-low / 4096)) for low in range(64)]
 
 
 def scores(
@@ -66,6 +67,9 @@ def scores(
     rows = []
     for b, row in enumerate(select_rows(keys)):
         view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths)
+        if row.lengths[0] == 0:
+            rows.append(mx.full((*q.shape[1:3], longest), EXCLUDED, mx.int32))
+            continue
         parts = []
         for start, stop in _blocks(q, row.lengths[0]):
             logits, allowed, poison = _logits(q[b, :, start:stop], start, q.shape[2], row, scale, view)
@@ -89,10 +93,11 @@ def attend(
 ) -> mx.array:
     """Softmax attention of the last L tokens of every row.
 
-    q: [B, Hq, L, D], floating.  keys, values: the tokens of B rows with Hk kv heads, Hk dividing Hq; D and Dv may differ.
-    scale: softmax scale.  mask: None, "causal", or a bool or additive array that broadcasts to [B, Hq, L, columns] (or of
-    rank 5, [B, Hk, G, L, columns]); column c of row b is position c - left_padding[b].  sinks: [Hq] logits that take part
-    in the denominator only.  window: a query sees at most this many tokens, itself included.
+    q: [B, Hq, L, D], floating.  keys, values: the tokens of B rows with Hk kv heads, Hk dividing Hq; D and Dv may
+    differ.  scale: softmax scale.  mask: None, "causal", or a bool or additive array that broadcasts to [B, Hq, L,
+    columns] (or of rank 5, [B, Hk, G, L, columns]); column c of row b is position c - left_padding[b].
+    sinks: [Hq] logits that take part in the denominator only.  window: a query sees at most this many tokens, itself
+    included.
     Returns [B, Hq, L, Dv] in q's dtype; zeros for a query that may attend to nothing.
     Raises ValueError naming the argument for shapes and values that do not fit.
     """
@@ -172,7 +177,7 @@ def _read_packed(positions: mx.array, columns: int) -> mx.array:
 
 
 def _logits(
-    q: mx.array, start: int, total: int, keys: Tokens, scale: float, view: Mask
+    q: mx.array, start: int, total: int, keys: Tokens, scale: float, view: MaskView
 ) -> tuple[mx.array, mx.array, mx.array]:
     """F int32, allowed and poison bool, all [Hk, M, T], of queries start .. start + L - 1 of `total` in one row."""
     heads, length = keys.first.shape[1], keys.lengths[0]
@@ -250,7 +255,7 @@ def _attend_block(
     keys: Tokens,
     values: Tokens,
     scale: float,
-    view: Mask,
+    view: MaskView,
     sinks: mx.array | None,
 ) -> mx.array:
     """[Hq, L, Dv] of a range of queries of one row."""
@@ -348,7 +353,7 @@ def _raw_sums(weights: mx.array, raw: _Raw, exponent: mx.array) -> tuple[mx.arra
 
 
 def _merge_tiles(a: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
-    """Merge over the tile axis: a [Hk, M, N, D] with exponents x [Hk, M, N, 1] to [Hk, M, D], [Hk, M, 1] (section 5)."""
+    """Merge over the tile axis: a [Hk, M, N, D], exponents x [Hk, M, N, 1] to [Hk, M, D], [Hk, M, 1] (section 5)."""
     missing = -a.shape[2] % SPLIT
     pad = [(0, 0), (0, 0), (0, missing), (0, 0)]
     a, x = mx.pad(a, pad), mx.pad(x, pad, constant_values=mx.array(IDENTITY_EXPONENT))

@@ -5,12 +5,14 @@
 Keys first lose the mean of their 64-token tile (the base, kept exactly) and have quiet channels enlarged by powers of
 two (the factors f; queries are divided by them): what is left is small and evenly spread, which is what a codebook of
 one coordinate law can serve.  Values go in as they are.  The scale <x, x> / <x, x^> makes inner products with the
-quantized vector unbiased.  Steps and roundings: docs/numerics.md, section 3.  Source: arXiv 2504.19874, algorithms 1, 2.
+quantized vector unbiased.  Steps and roundings: docs/numerics.md, section 3.  Source: arXiv 2504.19874, algorithms 1
+and 2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -29,7 +31,7 @@ MAX_FACTOR = 3
 def make_codec(dim: int, bits: int, seed: int = 0, kind: str = "mse") -> Codec:
     """A validated codec for vectors of `dim` coordinates at `bits` bits each.
 
-    dim: a head size with a Hadamard matrix (8 to 1024).  bits: 1 to 6 or 8.  seed: 0 <= seed < 2^31, of the random signs.
+    dim: a head size with a Hadamard matrix (8 to 1024).  bits: 1 to 6 or 8.  seed: of the signs, 0 <= seed < 2^31.
     kind: "mse", or "prod" (bits - 1 bits and the sign of a second rotation of the remainder; 2 to 6 bits, keys only).
     Raises ValueError naming the argument, the value and what is allowed.
     """
@@ -47,7 +49,7 @@ def make_codec(dim: int, bits: int, seed: int = 0, kind: str = "mse") -> Codec:
 
 @dataclass(frozen=True)
 class _Coded:
-    """codes of a rotated vector: c int32 [..., D] centroids, index or value to pack, and <Y, c>, <Z, Z> int64 [..., 1]."""
+    """A rotated vector's centroids c and codes to pack, int32 [..., D], and <Y, c> and <Z, Z>, int64 [..., 1]."""
 
     centroids: mx.array
     codes: mx.array
@@ -162,7 +164,7 @@ def _cell_index(y: mx.array, square: mx.array, dim: int, bits: int) -> mx.array:
     rho = (isqrt(square << 16) * boundary_constant(dim, bits)) >> 12
     centroids = centroids_ascending(dim, bits)
     index = mx.zeros(y.shape, mx.int32)
-    for lower, upper in zip(centroids[:-1], centroids[1:], strict=True):
+    for lower, upper in pairwise(centroids):
         threshold = (rho * int(lower + upper)) >> 16
         index = index + (y > threshold.astype(mx.int32))
     return index

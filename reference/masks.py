@@ -1,4 +1,4 @@
-"""Which tokens a query may attend to: lengths, causality, windows, bool and additive masks (docs/numerics.md, section 2).
+"""Which tokens a query may attend to: lengths, causality, windows and masks (docs/numerics.md, section 2).
 
 Columns of a mask are those of the model's own timeline, left padding included; here they become positions of one row.
 """
@@ -95,10 +95,8 @@ def attended(
     if array.shape[2] > 1:
         array = mx.pad(array, [(0, 0), (0, 0), (0, columns - array.shape[2])])
     array = mx.broadcast_to(array, (array.shape[0], queries, columns))
-    if array.shape[0] == 1:
-        array = mx.tile(array, (1, group, 1))
-    else:
-        array = array.reshape(heads, group * queries, columns)
+    one_for_all = array.shape[0] == 1
+    array = mx.tile(array, (1, group, 1)) if one_for_all else array.reshape(heads, group * queries, columns)
     if array.dtype == mx.bool_:
         return allowed & array, None
     array = array.astype(mx.float32)

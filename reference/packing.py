@@ -80,4 +80,5 @@ def _or_lanes(lanes: mx.array, width: int) -> mx.array:
 
 def _lanes(words: mx.array, width: int, count: int) -> mx.array:
     shifts = mx.arange(count, dtype=mx.uint32) * width
-    return (words[..., None] >> shifts) & (2**width - 1)
+    lanes: mx.array = (words[..., None] >> shifts) & (2**width - 1)
+    return lanes

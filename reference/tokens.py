@@ -193,7 +193,7 @@ def _first_tiles(packed: Packed, tiles: int) -> Packed:
 
 
 def _packed_tokens(tokens: Tokens, start: int, stop: int) -> mx.array:
-    """Tokens start .. stop - 1 of equally long rows out of packed tiles, the first tokens raw: [B, H, stop - start, D]."""
+    """Tokens start .. stop - 1 out of packed tiles, the first tokens raw: [B, H, stop - start, D] of equal rows."""
     tiles = range(start // TILE, (stop + TILE - 1) // TILE)
     window = {
         name: array[:, :, tiles.start : tiles.stop]
