@@ -170,7 +170,7 @@ def _trim_alike(tokens: Tokens, n: int) -> Tokens:
     # Tile `tiles` will be coded again, so its raw tokens are needed.
     missing = after - held - tiles * TILE
     if missing > 0:
-        lost = _packed_tokens(tokens, tiles * TILE, tiles * TILE + missing)
+        lost = _packed_tokens(tokens, tiles * TILE, tiles * TILE + missing, tokens.first.dtype)
         recent = mx.concatenate([lost, recent], axis=2)
         held += missing
     packed = _first_tiles(tokens.packed, tiles)
@@ -192,7 +192,7 @@ def _first_tiles(packed: Packed, tiles: int) -> Packed:
     return Packed(**kept, factors=packed.factors)
 
 
-def _packed_tokens(tokens: Tokens, start: int, stop: int) -> mx.array:
+def _packed_tokens(tokens: Tokens, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
     """Tokens start .. stop - 1 out of packed tiles, the first tokens raw: [B, H, stop - start, D] of equal rows."""
     tiles = range(start // TILE, (stop + TILE - 1) // TILE)
     window = {
@@ -200,11 +200,11 @@ def _packed_tokens(tokens: Tokens, start: int, stop: int) -> mx.array:
         for name, array in tokens.packed.arrays().items()
         if name != "factors"
     }
-    values = dequantize(Packed(**window, factors=tokens.packed.factors), tokens.codec, tokens.first.dtype)
+    values = dequantize(Packed(**window, factors=tokens.packed.factors), tokens.codec, dtype)
     batch, heads = values.shape[:2]
     values = values.reshape(batch, heads, -1, tokens.codec.dim)
     if tiles.start == 0:
-        values = mx.concatenate([tokens.first, values[:, :, tokens.first.shape[2] :]], axis=2)
+        values = mx.concatenate([tokens.first.astype(dtype), values[:, :, tokens.first.shape[2] :]], axis=2)
     return values[:, :, start - tiles.start * TILE : stop - tiles.start * TILE]
 
 
@@ -214,13 +214,16 @@ def raw_tokens(tokens: Tokens, dtype: mx.Dtype | None = None) -> mx.array:
     Young and first tokens are the model's own, packed ones are dequantized.  dtype: default the model's.
     """
     longest = max(tokens.lengths, default=0)
+    dtype = dtype or tokens.first.dtype
     rows = []
     for row in select_rows(tokens):
         length, held = row.lengths[0], row.held[0]
-        parts = [row.recent] if held >= length else [_packed_tokens(row, 0, length - held), row.recent]
+        parts = [row.recent.astype(dtype)]
+        if held < length:
+            parts.insert(0, _packed_tokens(row, 0, length - held, dtype))
         whole = mx.concatenate(parts, axis=2)
         rows.append(mx.pad(whole, [(0, 0), (0, 0), (0, longest - length), (0, 0)]))
-    return mx.concatenate(rows, axis=0).astype(dtype or tokens.first.dtype)
+    return mx.concatenate(rows, axis=0)
 
 
 def select_rows(tokens: Tokens) -> list[Tokens]:
