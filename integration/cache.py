@@ -61,9 +61,10 @@ class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):  # type: ignore
             made._float.state = (keys, values)
             return made
         for start in range(0, keys.shape[2], SLICE):
-            end = start + SLICE
-            made._append(keys[:, :, start:end], values[:, :, start:end])
-            mx.eval(arrays_of(made._keys), arrays_of(made._values))
+            made._keys = made._backend.append(made._keys, keys[:, :, start : start + SLICE])
+            mx.eval(arrays_of(made._keys))
+            made._values = made._backend.append(made._values, values[:, :, start : start + SLICE])
+            mx.eval(arrays_of(made._values))
         return made
 
     def _new_float(self) -> KVCache:
@@ -154,10 +155,12 @@ class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):  # type: ignore
         return made
 
     @classmethod
-    def merge(cls, caches: Sequence[TurboQuantKVCache]) -> Any:
-        """Caches of single sequences as one batch, a `BatchTurboQuantKVCache`."""
+    def merge(cls, caches: Sequence[Any], prefix_lens: Sequence[int] | None = None) -> Any:
+        """Caches of single sequences as one batch, a `BatchTurboQuantKVCache`; with lengths, see below."""
         from .batch import BatchTurboQuantKVCache
 
+        if prefix_lens is not None:
+            return caches[0].prefix_cache_merge(caches, prefix_lens)
         return BatchTurboQuantKVCache.merge(caches)
 
     def prefix_cache_merge(self, rows: Sequence[Any], prefix_lens: Sequence[int]) -> Any:

@@ -92,7 +92,7 @@ class PackedCache:
     ) -> mx.array:
         """Attention of [B, Hq, L, Dk] queries, the last L tokens, over this cache: [B, Hq, L, Dv] in their dtype."""
         if keys_state is None or values_state is None:
-            keys_state, values_state = self._sides()
+            keys_state, values_state = self._filled()
         return attention(queries, keys_state, values_state, scale, mask, sinks)
 
     decode_attention = quantized_attention
@@ -101,7 +101,7 @@ class PackedCache:
     def dequantize(self, keys_state: Any = None, values_state: Any = None) -> tuple[mx.array, mx.array]:
         """All keys and values (or those of a view) as float32 arrays [B, H, T, D]."""
         if keys_state is None or values_state is None:
-            keys_state, values_state = self._sides()
+            keys_state, values_state = self._filled()
         return as_array(keys_state, mx.float32), as_array(values_state, mx.float32)
 
     def dequantize_for_apc(self) -> tuple[mx.array | None, mx.array | None]:
@@ -166,6 +166,11 @@ class PackedCache:
             StateView.of(arrays_of(self._keys), step, "key"),
             StateView.of(arrays_of(self._values), step, "value"),
         )
+
+    def _filled(self) -> tuple[Any, Any]:
+        if self.empty():
+            raise ValueError("this TurboQuant cache is empty: there are no keys and values yet")
+        return self._sides()
 
     @property
     def keys(self) -> Any:

@@ -299,7 +299,7 @@ Viewed = ArrayView | LightView | StateView
 
 def as_array(x: Any, dtype: mx.Dtype | None = None) -> mx.array:
     """A plain array for whatever ``update_and_fetch`` or ``state`` gave; arrays pass through."""
-    if isinstance(x, ArrayView) and dtype in (None, x.dtype):
+    if isinstance(x, ArrayView) and (dtype is None or dtype == x.dtype):
         return x
     if isinstance(x, (ArrayView, LightView, StateView)):
         return x.step.dequantize(x.role, dtype)
