@@ -11,19 +11,26 @@ import sys
 class _AfterImport:
     """A finder that lets the others find mlx_vlm, and runs the hook once its package has been executed."""
 
+    asking = False
+
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "mlx_vlm":
+        if name != "mlx_vlm" or self.asking:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
         import importlib.util
 
-        spec = importlib.util.find_spec(name)
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             execute = spec.loader.exec_module
 
             def exec_module(module):  # type: ignore[no-untyped-def]
                 execute(module)
-                _install()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -40,4 +47,4 @@ def _install() -> None:
         print(f"turboquant-vlm: {error}", file=sys.stderr)
 
 
-sys.meta_path.insert(0, _AfterImport())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _AfterImport())

@@ -28,11 +28,11 @@ UpstreamBatchTurboQuantKVCache: type = _upstream.BatchTurboQuantKVCache
 
 
 def _integers(values: Any) -> list[int]:
-    plain = values.tolist() if isinstance(values, mx.array) else values
+    plain: Any = values.tolist() if isinstance(values, mx.array) else values
     return [int(v) for v in plain]
 
 
-class BatchTurboQuantKVCache(PackedCache, UpstreamBatchTurboQuantKVCache):  # type: ignore[misc]
+class BatchTurboQuantKVCache(PackedCache, UpstreamBatchTurboQuantKVCache):
     """KV cache of B rows in TurboQuant codes; ``left_padding``: padding columns before each row's first token.
 
     Widths and errors as in `TurboQuantKVCache`.
@@ -339,7 +339,7 @@ class BatchTurboQuantKVCache(PackedCache, UpstreamBatchTurboQuantKVCache):  # ty
 
 def _shift_right(x: mx.array, tails: Sequence[int]) -> mx.array:
     """Move the columns of row b of [B, H, L, D] right by ``tails[b]``: backends take the last ones as tokens."""
-    return mx.concatenate([mx.roll(x[b : b + 1], tail, axis=2) for b, tail in enumerate(tails)], axis=0)
+    return mx.concatenate([mx.roll(x[b : b + 1], tail, 2) for b, tail in enumerate(tails)], axis=0)
 
 
 BatchTurboQuantKVCache.__module__ = _upstream.__name__  # see cache.py

@@ -24,7 +24,7 @@ UpstreamTurboQuantKVCache: type = _upstream.TurboQuantKVCache
 SLICE = 1024  # tokens quantized at a time when a float cache is converted: bounds what is alive besides it
 
 
-class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):  # type: ignore[misc]
+class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):
     """KV cache of one sequence (or of B rows of equal length) in TurboQuant codes.
 
     ``bits`` may be fractional (3.5: 4-bit keys, 3-bit values); ``key_bits`` and ``value_bits`` override it. ValueError

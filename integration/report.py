@@ -12,11 +12,11 @@ from typing import Any
 
 DEFAULT_START = 5000  # mlx-vlm's own default of --quantized-kv-start
 LANDMARKS = (8192, 32768)  # context lengths for which every report predicts the size
+NOT_SELECTED = "KV cache: TurboQuant was not selected; --kv-bits 3.5 or --kv-quant-scheme turboquant does that."
+TOO_FEW = "fewer tokens than --quantized-kv-start"
 
 
-def cache_bytes(
-    tokens: int, heads: int, dim_k: int, dim_v: int, bits_k: int, bits_v: int, itemsize: int = 2
-) -> int:
+def cache_bytes(tokens: int, heads: int, dim_k: int, dim_v: int, bits_k: int, bits_v: int, itemsize: int = 2) -> int:
     """Bytes of one TurboQuant layer that decodes its ``tokens``-th token, one row.
 
     ``itemsize``: bytes per number of the model's dtype (2 for float16 and bfloat16). Packed, per token and kv head:
@@ -145,7 +145,7 @@ def _size(nbytes: int) -> str:
 
 
 def _numbers(indices: list[int]) -> str:
-    """"0-28, 30" for a rising list of layer numbers."""
+    """ "0-28, 30" for a rising list of layer numbers."""
     ranges: list[list[int]] = []
     for i in indices:
         if ranges and i == ranges[-1][1] + 1:
@@ -156,12 +156,14 @@ def _numbers(indices: list[int]) -> str:
 
 
 def _compare(nbytes: int, fp16: int) -> str:
-    return f"{_size(nbytes)} instead of {_size(fp16)} in fp16, {_saved(nbytes, fp16):.1f} % saved"
+    saved = _saved(nbytes, fp16)
+    change = f"{saved:.1f} % saved" if saved >= 0 else f"{-saved:.1f} % more"
+    return f"{_size(nbytes)} instead of {_size(fp16)} in fp16, {change}"
 
 
 def _lines(report: Report) -> Iterator[str]:
     if not report.selected:
-        yield "KV cache: TurboQuant was not selected; a fractional --kv-bits (3.5) or --kv-quant-scheme turboquant does."
+        yield NOT_SELECTED
         return
     count = len({layer.index for layer in report.layers})
     converted = {layer.index for layer in report.converted}
@@ -183,7 +185,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  Layer {last.index}, the last, is kept in full precision: {_size(last.nbytes)}."
     reasons: dict[str, list[int]] = {}
     for layer in report.left:
-        reasons.setdefault(layer.why or "", []).append(layer.index)
+        if layer.why != TOO_FEW:
+            reasons.setdefault(layer.why or "", []).append(layer.index)
     for why, indices in reasons.items():
         yield f"  Left as {'it is' if len(indices) == 1 else 'they are'}: layer {_numbers(indices)}: {why}."
     yield f"  {report.tokens} tokens: {_compare(report.nbytes, report.fp16_bytes)}."
@@ -214,16 +217,15 @@ def _leaves(caches: Any, index: int | None = None) -> Iterator[tuple[int, Any]]:
             yield number, entry
 
 
-def describe_cache(caches: Any, start: int = DEFAULT_START, selected: bool = True) -> tuple[Layer, ...]:
+def describe_cache(caches: Any, start: int = DEFAULT_START) -> tuple[Layer, ...]:
     """One `Layer` per leaf cache of a prompt cache. ``start``: quantized_kv_start, for the reasons given."""
     count = len(caches)
     return tuple(
-        _describe(index, cache, start, selected, last=count > 2 and index == count - 1)
-        for index, cache in _leaves(caches)
+        _describe(index, cache, start, last=count > 2 and index == count - 1) for index, cache in _leaves(caches)
     )
 
 
-def _describe(index: int, cache: Any, start: int, selected: bool, last: bool) -> Layer:
+def _describe(index: int, cache: Any, start: int, last: bool) -> Layer:
     from mlx_vlm.models import cache as kinds
 
     from .packed_cache import PackedCache
@@ -238,7 +240,7 @@ def _describe(index: int, cache: Any, start: int, selected: bool, last: bool) ->
         return _describe_floats(index, cache, name, why, last, limit=int(cache.max_size))
     if isinstance(cache, kinds.KVCache):
         held = int(cache.offset)
-        why = f"{held} tokens are fewer than --quantized-kv-start {start}" if held < start else "not converted"
+        why = TOO_FEW if held < start else "not converted"
         if last:
             why = "the last layer is kept in full precision"
         elif getattr(cache, "preserve_auxiliary_kv_state", False):
@@ -269,10 +271,9 @@ def _describe_packed(index: int, cache: Any, last: bool) -> Layer:
     )
 
 
-def _describe_floats(
-    index: int, cache: Any, kind: str, why: str, last: bool, limit: int | None = None
-) -> Layer:
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+def _describe_floats(index: int, cache: Any, kind: str, why: str, last: bool, limit: int | None = None) -> Layer:
+    keys: Any = getattr(cache, "keys", None)
+    values: Any = getattr(cache, "values", None)
     held = _offset(cache) if limit is None else min(_offset(cache), limit)
     if not hasattr(keys, "itemsize"):
         return Layer(index, kind, why, held=held, nbytes=_nbytes(cache), last=last, limit=limit)
@@ -313,7 +314,7 @@ def make_report(
     longest: int | None = None,
 ) -> Report:
     """The report of a prompt cache as it is now. ``longest``: the model's longest context, if known."""
-    layers = describe_cache(caches, start, selected)
+    layers = describe_cache(caches, start)
     lengths = sorted({*LANDMARKS, *((longest,) if longest else ())})
     predictions = []
     for tokens in lengths:

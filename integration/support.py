@@ -30,6 +30,4 @@ def parse(version: str) -> tuple[int, ...]:
 def check(version: str) -> None:
     """UnsupportedMlxVlm, as one line, unless ``version`` lies in the tested range."""
     if not OLDEST <= parse(version)[:3] <= NEWEST:
-        raise UnsupportedMlxVlm(
-            f"turboquant-vlm supports mlx-vlm {RANGE}; found {version}. mlx-vlm was left as it is."
-        )
+        raise UnsupportedMlxVlm(f"supported mlx-vlm versions are {RANGE}; found {version}. mlx-vlm was left as it is.")

@@ -56,7 +56,7 @@ class Step:
     ``right_padding`` of those after its last one (rows of unequal length may be prefilled either way).
     """
 
-    __slots__ = ("backend", "keys", "values", "raw", "left_padding", "right_padding", "usage", "_narrowed")
+    __slots__ = ("_narrowed", "backend", "keys", "left_padding", "raw", "right_padding", "usage", "values")
 
     def __init__(
         self,
@@ -112,9 +112,7 @@ class Step:
         if found is None:
             raw = None if self.raw is None else (self.raw[0][:, :, :end], self.raw[1][:, :, :end])
             right = tuple(max(0, pad - drop) for pad in self.right_padding)
-            counts = [
-                min(max(0, drop - pad), n) for pad, n in zip(self.right_padding, self.keys.lengths, strict=True)
-            ]
+            counts = [min(max(0, drop - pad), n) for pad, n in zip(self.right_padding, self.keys.lengths, strict=True)]
             found = Step(
                 self.backend,
                 self.backend.trim(self.keys, counts),
@@ -135,22 +133,40 @@ class Step:
         if self.raw is not None:
             keys, values = (x.astype(queries.dtype) for x in self.raw)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        tails = self.right_padding
-        ragged = any(tails)
-        if ragged:  # backends take the last query of a row to be its last token
-            queries = _roll_queries(queries, tails)
-            if isinstance(mask, mx.array) and mask.ndim >= 2 and mask.shape[-2] > 1:
-                mask = _roll_mask(mask, tails)
+        if any(self.right_padding):
+            return self._attend_by_row(queries, scale, mask, sinks)
         out: mx.array = self.backend.attend(
             queries,
             self.keys,
             self.values,
             scale,
-            mask=_fit_mask(mask, self.left_padding, self.keys.lengths, self.columns),
+            mask=mask,
             sinks=sinks,
             left_padding=self.left_padding if any(self.left_padding) else None,
         )
-        return _roll_queries(out, tuple(-tail for tail in tails)) if ragged else out
+        return out
+
+    def _attend_by_row(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        """`attend` for right-padded rows: backends take the last query of a row to be its last token."""
+        keys, values = self.backend.select_rows(self.keys), self.backend.select_rows(self.values)
+        total = queries.shape[2]
+        rows = []
+        for b, (left, right) in enumerate(zip(self.left_padding, self.right_padding, strict=True)):
+            real = total - min(right, total)
+            if real == 0:
+                rows.append(mx.zeros((1, queries.shape[1], total, self.values.codec.dim), queries.dtype))
+                continue
+            out = self.backend.attend(
+                queries[b : b + 1, :, :real],
+                keys[b],
+                values[b],
+                scale,
+                mask=_mask_of_row(mask, b, real, left + self.keys.lengths[b]),
+                sinks=sinks,
+                left_padding=(left,) if left else None,
+            )
+            rows.append(mx.pad(out, [(0, 0), (0, 0), (0, total - real), (0, 0)]))
+        return mx.concatenate(rows, axis=0)
 
     def view(self, role: Role, queries: int) -> ArrayView | LightView:
         """What to hand to a model that will attend with ``queries`` new tokens."""
@@ -168,24 +184,14 @@ def _place_rows(array: mx.array, padding: tuple[int, ...], lengths: tuple[int, .
     return mx.concatenate(rows, axis=0)
 
 
-def _roll_queries(x: mx.array, shifts: tuple[int, ...]) -> mx.array:
-    """Roll row b of [B, H, L, D] along L by ``shifts[b]``."""
-    return mx.concatenate([mx.roll(x[b : b + 1], shift, axis=2) for b, shift in enumerate(shifts)], axis=0)
-
-
-def _roll_mask(mask: mx.array, shifts: tuple[int, ...]) -> mx.array:
-    """Roll the query axis of a mask [..., L, T] like the queries of each row: [B, ..., L, T]."""
+def _mask_of_row(mask: Mask, row: int, queries: int, columns: int) -> Mask:
+    """The part of an array mask [..., L, T] for the first ``queries`` and ``columns`` of one row."""
+    if not isinstance(mask, mx.array):
+        return mask
     mask = mask.reshape((1,) * max(0, 4 - mask.ndim) + mask.shape)
-    rows = [mask[b % mask.shape[0]][None] for b in range(len(shifts))]
-    return mx.concatenate([mx.roll(row, shift, axis=-2) for row, shift in zip(rows, shifts, strict=True)], axis=0)
-
-
-def _fit_mask(mask: Mask, padding: tuple[int, ...], lengths: tuple[int, ...], columns: int) -> Mask:
-    """Cut columns of an array mask that lie behind the last token of every row (right padding)."""
-    known = max((pad + n for pad, n in zip(padding, lengths, strict=True)), default=0)
-    if known < columns and isinstance(mask, mx.array) and mask.ndim and mask.shape[-1] == columns:
-        return mask[..., :known]
-    return mask
+    mask = mask[row : row + 1] if mask.shape[0] > 1 else mask
+    mask = mask[..., :queries, :] if mask.shape[-2] > 1 else mask
+    return mask[..., :columns] if mask.shape[-1] > 1 else mask
 
 
 def prefix_end(key: Any, columns: int) -> int | None:
@@ -225,7 +231,7 @@ class ArrayView(mx.array):
 class LightView:
     """Shape and dtype of one side of a `Step`; anything else asked of it goes to the dequantized array."""
 
-    __slots__ = ("step", "role", "shape", "_array")
+    __slots__ = ("_array", "role", "shape", "step")
     ndim = 4
 
     def __init__(self, step: Step, role: Role) -> None:
@@ -272,7 +278,8 @@ def _forward(name: str) -> Any:
 
 
 # Python looks operators up on the type, so __getattr__ does not reach them.
-for _name in "add radd sub rsub mul rmul truediv rtruediv matmul pow neg abs eq ne lt le gt ge".split():
+_OPERATORS = "add radd sub rsub mul rmul truediv rtruediv matmul pow neg abs eq ne lt le gt ge"
+for _name in _OPERATORS.split(" "):
     setattr(LightView, f"__{_name}__", _forward(f"__{_name}__"))
 
 
@@ -332,6 +339,4 @@ def attention(
     if step is not None:
         return step.attend(queries, scale, mask, sinks)
     plain_keys, plain_values = as_array(keys, queries.dtype), as_array(values, queries.dtype)
-    return mx.fast.scaled_dot_product_attention(
-        queries, plain_keys, plain_values, scale=scale, mask=mask, sinks=sinks
-    )
+    return mx.fast.scaled_dot_product_attention(queries, plain_keys, plain_values, scale=scale, mask=mask, sinks=sinks)

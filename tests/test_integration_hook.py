@@ -15,6 +15,7 @@ from mlx_vlm import apc, apc_adapters, kv_quant, turboquant
 from mlx_vlm.generate import ar, common
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as kinds
+
 from turboquant_vlm.integration import (
     BatchTurboQuantKVCache,
     TurboQuantKVCache,
@@ -146,7 +147,7 @@ def test_other_versions_are_left_alone(version: str, monkeypatch: pytest.MonkeyP
     uninstall()
     monkeypatch.setattr(mlx_vlm.version, "__version__", version)
     before = snapshot()
-    with pytest.raises(UnsupportedMlxVlm, match=rf"supports mlx-vlm 0\.7\.0 to 0\.7\.10; found {version}\."):
+    with pytest.raises(UnsupportedMlxVlm, match=rf"versions are 0\.7\.0 to 0\.7\.10; found {version}\."):
         install()
     assert snapshot() == before
     assert not active()

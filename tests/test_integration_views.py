@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import dequantize_kv_state, kv_sequence_length, slice_kv_sequence
+
 from turboquant_vlm.integration.cache import TurboQuantKVCache
 from turboquant_vlm.integration.views import ArrayView, LightView, StateView, as_array, attention, prefix_end
 
@@ -85,7 +86,10 @@ def test_computing(attends: bool) -> None:
 
 
 @pytest.mark.parametrize("attends", [True, False])
-@pytest.mark.parametrize("index", [lambda n: (slice(None), slice(None), slice(None, n)), lambda n: (..., slice(0, n), slice(None))])
+@pytest.mark.parametrize(
+    "index",
+    [lambda n: (slice(None), slice(None), slice(None, n)), lambda n: (..., slice(0, n), slice(None))],
+)
 def test_a_prefix_is_the_cache_before_the_draft(attends: bool, index: Any) -> None:
     cache, keys, values = cache_of(200, last=6, attends=attends)
     for drop in range(6):
