@@ -337,6 +337,13 @@ class BatchTurboQuantKVCache(PackedCache, UpstreamBatchTurboQuantKVCache):
         return self.__copy__()
 
 
+def joinable(cache: Any, other: Any) -> Any:
+    """``cache``, or its quantized form if it is a float batch that the rows of a quantized ``other`` will join."""
+    if isinstance(cache, BatchKVCache) and isinstance(other, BatchTurboQuantKVCache):
+        return other._quantized(cache)
+    return cache
+
+
 def _shift_right(x: mx.array, tails: Sequence[int]) -> mx.array:
     """Move the columns of row b of [B, H, L, D] right by ``tails[b]``: backends take the last ones as tokens."""
     return mx.concatenate([mx.roll(x[b : b + 1], tail, 2) for b, tail in enumerate(tails)], axis=0)

@@ -53,9 +53,9 @@ class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):
     ) -> TurboQuantKVCache:
         """The same tokens as a float ``cache``, quantized slice by slice so that little else is alive meanwhile."""
         made = cls(bits=bits, seed=seed, key_bits=key_bits, value_bits=value_bits)
-        keys, values = cache.state
-        if keys is None:
+        if cache.empty():
             return made
+        keys, values = cache.state
         made._open(keys, values)
         if made._float is not None:
             made._float.state = (keys, values)

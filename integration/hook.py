@@ -8,6 +8,7 @@ back on removal. Modules loaded later import from the exchanged ones. What is ex
 - ``scaled_dot_product_attention``, so that attention (with sinks too) reads packed keys and values;
 - ``resolve_kv_bits`` and ``_is_default_split``, so that 3.5 means 4-bit keys and 3-bit values everywhere;
 - ``kv_quant_fingerprint``, so that prefix caches on disk never mix mlx-vlm's codes with ours;
+- ``_extend_cache``, so that a batch begun with short prompts, in floats, can take in a row that is quantized;
 - ``maybe_quantize_kv_cache`` and ``generate_step``, which only watch, for the report.
 
 Importing this module does not import mlx or mlx-vlm; `install` does.
@@ -34,6 +35,7 @@ _ORIGINALS = (
     ("mlx_vlm.models.base", "scaled_dot_product_attention"),
     ("mlx_vlm.generate.common", "maybe_quantize_kv_cache"),
     ("mlx_vlm.generate.ar", "generate_step"),
+    ("mlx_vlm.generate.ar", "_extend_cache"),
 )
 
 _exchanged: list[tuple[Any, Any]] = []  # (original, replacement), empty while the hook is out
@@ -104,6 +106,7 @@ def _replacements(originals: dict[str, Any]) -> dict[str, Any]:
         "scaled_dot_product_attention": _attention(originals["scaled_dot_product_attention"]),
         "maybe_quantize_kv_cache": _watch_conversion(originals["maybe_quantize_kv_cache"]),
         "generate_step": _watch_generation(originals["generate_step"]),
+        "_extend_cache": _extend(originals["_extend_cache"]),
     }
 
 
@@ -162,6 +165,18 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention
+
+
+def _extend(original: Callable[..., Any]) -> Callable[..., Any]:
+    from .batch import joinable
+
+    @functools.wraps(original)
+    def _extend_cache(cache_a: Any, cache_b: Any) -> Any:
+        if cache_a and cache_b:
+            cache_a = [joinable(a, b) for a, b in zip(cache_a, cache_b, strict=True)]
+        return original(cache_a, cache_b)
+
+    return _extend_cache
 
 
 def _watch_conversion(original: Callable[..., None]) -> Callable[..., None]:

@@ -124,9 +124,12 @@ class PackedCache:
         return 0 if self._keys is None else int(self._keys.nbytes) + int(self._values.nbytes)
 
     def memory_profile(self, token_count: int) -> Any:
-        """mlx-vlm's estimate of growth: a constant for the raw tokens, then packed bytes per token."""
-        from mlx_vlm.models.cache import CacheMemory
+        """mlx-vlm's estimate of growth (None before it had one): a constant for raw tokens, then bytes per token."""
+        from mlx_vlm.models import cache as kinds
 
+        CacheMemory = getattr(kinds, "CacheMemory", None)
+        if CacheMemory is None:
+            return None
         if self._float is not None:
             return self._float.memory_profile(token_count)
         if self._keys is None:

@@ -289,9 +289,13 @@ def _offset(cache: Any) -> int:
 
 
 def _nbytes(cache: Any) -> int:
-    from mlx_vlm.models.cache import cache_nbytes
+    from mlx.utils import tree_flatten
 
-    return int(cache_nbytes(cache))
+    try:
+        return int(cache.nbytes)
+    except (AttributeError, NotImplementedError, TypeError):  # some cannot say, some not while empty
+        arrays: Any = tree_flatten(getattr(cache, "state", None))
+        return sum(array.nbytes for _, array in arrays if hasattr(array, "nbytes"))
 
 
 def max_context(model: Any) -> int | None:

@@ -321,7 +321,7 @@ def test_a_mixed_list_of_every_class() -> None:
 
 @pytest.mark.usefixtures("hooked")
 def test_a_cache_list_restores_ours() -> None:
-    made = kinds.CacheList(TurboQuantKVCache.from_cache(entries(1, 150)[0], 3.5), kinds.KVCache())
+    made = kinds.CacheList(TurboQuantKVCache.from_cache(entries(1, 150)[0], 3.5), entries(1, 150)[0])
     back = kinds.CacheList.from_state(made.state, made.meta_state)
     assert type(back.caches[0]) is TurboQuantKVCache
     assert back.caches[0].offset == 150
@@ -409,6 +409,21 @@ def test_batches_are_built_from_ours() -> None:
     assert [type(c).__name__ for c in made] == ["BatchTurboQuantKVCache"] * 2 + ["BatchKVCache"]
     assert type(made[0]) is BatchTurboQuantKVCache
     assert (made[0].key_bits, made[0].value_bits) == (4, 3)
+
+
+@pytest.mark.usefixtures("hooked")
+@pytest.mark.parametrize("floats_first", [True, False])
+def test_float_and_quantized_batches_join(floats_first: bool) -> None:
+    x = mx.random.normal((1, 2, 150, 64))
+    quantized, floats = BatchTurboQuantKVCache([0], 3.5), kinds.BatchKVCache([0])
+    for cache, count in ((quantized, 150), (floats, 60)):
+        cache.update_and_fetch(x[:, :, :count], x[:, :, :count])
+    pair = [[floats], [quantized]] if floats_first else [[quantized], [floats]]
+    (joined,) = ar._extend_cache(*pair)
+    assert type(joined) is BatchTurboQuantKVCache
+    assert joined.offset.tolist() == ([60, 150] if floats_first else [150, 60])
+    plain = ar._extend_cache([floats], [kinds.BatchKVCache([0])])
+    assert type(plain[0]) is kinds.BatchKVCache
 
 
 # Attention through the hook
