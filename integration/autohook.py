@@ -38,11 +38,11 @@ class _AfterImport:
 
 def _install() -> None:
     try:
-        from turboquant_vlm.integration import install
+        from turboquant_vlm.integration.enable import start
     except ImportError:
         return  # uninstalled without `turboquant-vlm disable`
     try:
-        install()
+        start()
     except Exception as error:
         print(f"turboquant-vlm: {error}", file=sys.stderr)
 

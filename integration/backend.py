@@ -52,9 +52,18 @@ def available() -> tuple[str, ...]:
     return tuple(_AVAILABLE)
 
 
+_chosen: str | None = None
+
+
+def choose(name: str | None) -> None:
+    """Ask for a backend in this process, whatever the environment says; None returns to the environment's choice."""
+    global _chosen
+    _chosen = None if name is None else check(name)
+
+
 def chosen() -> str:
-    """The name asked for: ``TURBOQUANT_BACKEND``, or "auto"."""
-    return os.environ.get(VARIABLE, "").strip().lower() or "auto"
+    """The name asked for: by `choose`, by ``TURBOQUANT_BACKEND``, or "auto"."""
+    return _chosen or os.environ.get(VARIABLE, "").strip().lower() or "auto"
 
 
 def check(name: str) -> str:
@@ -68,5 +77,5 @@ def check(name: str) -> str:
 
 
 def resolve(name: str | None = None) -> Backend:
-    """The backend called ``name`` (default: what the environment asks for)."""
+    """The backend called ``name`` (default: the one asked for, see `chosen`)."""
     return _AVAILABLE[check(chosen() if name is None else name)]()

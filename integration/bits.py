@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 ALLOWED_BITS = (1, 2, 3, 4, 5, 6, 8)
+UNSUPPORTED = "TurboQuant supports 1 to 6 or 8 bits per coordinate"
 _TOLERANCE = 1e-6
 
 
@@ -21,7 +22,7 @@ def _is_integer(bits: float) -> bool:
 def _check(width: float, named: str) -> int:
     """``width`` as an int, or a ValueError that says which argument (``named``) asked for it."""
     if not _is_integer(width) or round(width) not in ALLOWED_BITS:
-        raise ValueError(f"TurboQuant supports 1 to 6 or 8 bits per coordinate; got {named}")
+        raise ValueError(f"{UNSUPPORTED}; got {named}")
     return round(width)
 
 
@@ -36,10 +37,7 @@ def resolve_kv_bits(
     bits = float(bits)
     half_step = _is_integer(2 * bits)
     if (key_bits is None or value_bits is None) and not half_step:
-        raise ValueError(
-            f"TurboQuant supports 1 to 6 or 8 bits per coordinate, or a half step between two of them; "
-            f"got kv_bits={bits:g}"
-        )
+        raise ValueError(f"{UNSUPPORTED}, or a half step between two of them; got kv_bits={bits:g}")
     whole = _is_integer(bits)
     default = f"kv_bits={bits:g}"
     if not whole:

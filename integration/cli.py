@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import backend, report, support
+from .bits import UNSUPPORTED
 
 USAGE = """\
 usage: turboquant-vlm COMMAND [flags]
@@ -36,8 +37,12 @@ this environment:
 """
 
 
+class UsageError(ValueError):
+    """A command line that cannot be run; its text is all the user needs to see."""
+
+
 def _take_backend(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take ``--kv-backend NAME`` or ``--kv-backend=NAME`` out of the arguments. ValueError if NAME is missing."""
+    """Take ``--kv-backend NAME`` or ``--kv-backend=NAME`` out of the arguments. UsageError if NAME is missing."""
     name: str | None = None
     rest: list[str] = []
     waiting = iter(arguments)
@@ -45,7 +50,7 @@ def _take_backend(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         if argument == "--kv-backend":
             name = next(waiting, None)
             if name is None:
-                raise ValueError("--kv-backend needs a name")
+                raise UsageError("--kv-backend needs a name")
         elif argument.startswith("--kv-backend="):
             name = argument.partition("=")[2]
         else:
@@ -58,10 +63,13 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     from .hook import install
 
     name, rest = _take_backend(arguments)
-    if name is not None:
-        # The environment, because a server may start further processes.
-        os.environ[backend.VARIABLE] = backend.check(name)
-    install()
+    try:
+        if name is not None:
+            # The environment, because a server may start further processes.
+            os.environ[backend.VARIABLE] = backend.check(name)
+        install()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if command == "server" and "--reload" in rest:
         _say("--reload serves from another process; run `turboquant-vlm enable` once to have the hook there too.")
     module = importlib.import_module(f"mlx_vlm.{command}")
@@ -71,6 +79,10 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         module.main()
     except SystemExit as stop:
         return _status(stop)
+    except ValueError as error:
+        if not str(error).startswith(UNSUPPORTED):
+            raise
+        raise UsageError(str(error)) from error
     finally:
         sys.argv = before
     _print_report()
@@ -108,22 +120,29 @@ def _server(arguments: Sequence[str]) -> int:
 
 def _alone(command: str, arguments: Sequence[str]) -> None:
     if arguments:
-        raise ValueError(f"{command} takes no flags; got {' '.join(arguments)}")
+        raise UsageError(f"{command} takes no flags; got {' '.join(arguments)}")
 
 
 def _enable(arguments: Sequence[str]) -> int:
     from .enable import enable
 
     _alone("enable", arguments)
-    print(enable())
-    return 0
+    return _switch(enable)
 
 
 def _disable(arguments: Sequence[str]) -> int:
     from .enable import disable
 
     _alone("disable", arguments)
-    print(disable())
+    return _switch(disable)
+
+
+def _switch(action: Callable[[], str]) -> int:
+    try:
+        print(action())
+    except OSError as error:
+        _say(f"cannot change this environment: {error}")
+        return 1
     return 0
 
 
@@ -192,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return command(arguments[1:])
-    except (ValueError, support.UnsupportedMlxVlm, OSError) as error:
+    except (UsageError, support.UnsupportedMlxVlm) as error:
         _say(str(error))
         return 1
 

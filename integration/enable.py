@@ -6,7 +6,9 @@ Python reads ``.pth`` files at start-up, so no program has to change.
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import sys
 import sysconfig
 from importlib import resources
 from pathlib import Path
@@ -14,6 +16,24 @@ from pathlib import Path
 MODULE = "_turboquant_vlm_autohook"
 # Guarded, because an error in a .pth file is printed at the start of every program.
 LINE = f"import sys; exec('try:\\n import {MODULE}\\nexcept ImportError:\\n pass')\n"
+
+
+def start() -> None:
+    """What `autohook.py` does once mlx_vlm is imported: the hook, and mlx-vlm's own commands end with the report."""
+    from .hook import install
+
+    if install():
+        atexit.register(_report_after_commands)
+
+
+def _report_after_commands() -> None:
+    from .report import last_report
+
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = spec.name if spec is not None else Path(sys.argv[0]).name
+    report = last_report()
+    if program.startswith("mlx_vlm") and report is not None:
+        print(report, file=sys.stderr)
 
 
 def site_packages() -> Path:

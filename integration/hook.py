@@ -50,12 +50,14 @@ def active() -> bool:
 def install(name: str | None = None) -> bool:
     """Put the hook in; True if it is in afterwards.
 
-    ``name``: backend; default the environment's choice. "upstream" keeps mlx-vlm as it is (False). ValueError for a
-    backend that is not available, UnsupportedMlxVlm for a version outside the tested range; both before any change.
+    ``name``: backend for caches made from now on; default the environment's choice. "upstream" keeps mlx-vlm as it is
+    (False). ValueError for a backend that is not available, UnsupportedMlxVlm for a version outside the tested range;
+    both before any change.
     Calling it again changes nothing.
     """
-    wanted = backend.check(backend.chosen() if name is None else name)
-    if wanted == "upstream":
+    if name is not None:
+        backend.choose(name)
+    if backend.check(backend.chosen()) == "upstream":
         uninstall()
         return False
     if active():
@@ -194,10 +196,10 @@ def _watch_generation(original: Callable[..., Any]) -> Callable[..., Any]:
     from . import report
 
     @functools.wraps(original)
-    def generate_step(input_ids: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        run = report.begin(model, kwargs)
+    def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        run = report.begin(args[1] if len(args) > 1 else kwargs.get("model"), kwargs)
         try:
-            yield from original(input_ids, model, *args, **kwargs)
+            yield from original(*args, **kwargs)
         finally:
             report.finish(run)
 

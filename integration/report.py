@@ -246,7 +246,9 @@ def _describe(index: int, cache: Any, start: int, last: bool) -> Layer:
         elif getattr(cache, "preserve_auxiliary_kv_state", False):
             why = f"{name} holds more than keys and values"
         return _describe_floats(index, cache, name, why, last)
-    if isinstance(cache, kinds.ArraysCache):
+    if name == "HybridQuantKVCache":
+        why = "two schemes mixed, which mlx-vlm's own cache serves"
+    elif isinstance(cache, kinds.ArraysCache):
         why = "recurrent state, no keys and values"
     else:
         why = f"{name} is not a cache that mlx-vlm converts to TurboQuant"
@@ -350,11 +352,11 @@ def begin(model: Any, options: Mapping[str, Any]) -> Run:
     """A run of ``generate_step`` with keyword arguments ``options`` starts."""
     from mlx_vlm.turboquant import turboquant_enabled
 
-    bits = options.get("kv_bits")
+    bits, start = options.get("kv_bits"), options.get("quantized_kv_start")
     run = Run(
         kv_bits=bits,
         selected=bool(turboquant_enabled(bits, options.get("kv_quant_scheme"))),
-        start=int(options.get("quantized_kv_start", DEFAULT_START)),
+        start=DEFAULT_START if start is None else int(start),
         longest=max_context(model),
         caches=options.get("prompt_cache"),
     )

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import KVCache, _BaseCache
+from mlx_vlm.speculative.cache_state import start_speculative_cache
 
 from turboquant_vlm import reference
 from turboquant_vlm.integration.batch import BatchTurboQuantKVCache
@@ -311,6 +312,38 @@ def test_trimmed_drafts_leave_no_trace(count: int, drafted: int, rejected: int) 
             cache.update_and_fetch(keys[:, :, start : start + 20], values[:, :, start : start + 20])
         assert same(answer(plain, 5), answer(speculated, 5))
     assert same_state(plain, speculated)
+
+
+def test_mlx_vlms_speculative_transactions() -> None:
+    keys, values = tokens(140)
+    pair = filled(100), filled(100)
+    batch = BatchTurboQuantKVCache.merge(pair)
+    single = filled(100)
+    for caches, accepted in (([single], [2]), ([batch], [4, 1]), ([batch], [0, 0])):
+        rows = len(accepted)
+        before = _offsets(caches[0])
+        transaction = start_speculative_cache(caches, 5)
+        x = mx.repeat(keys[:, :, 100:105], rows, axis=0)
+        caches[0].update_and_fetch(x, mx.repeat(values[:, :, 100:105], rows, axis=0))
+        transaction.commit(accepted)
+        assert _offsets(caches[0]) == [n + kept for n, kept in zip(before, accepted, strict=True)]
+    transaction = start_speculative_cache([single], 5)
+    single.update_and_fetch(*tokens(5))
+    transaction.abort()
+    plain = filled(100)
+    plain.update_and_fetch(keys[:, :, 100:102], values[:, :, 100:102])
+    assert same_state(single, plain)
+    assert same_state(batch.extract(1), _after(pair[1], keys[:, :, 100:101], values[:, :, 100:101]))
+
+
+def _offsets(cache: Any) -> list[int]:
+    offsets = cache.offset
+    return [offsets] if isinstance(offsets, int) else [int(n) for n in offsets.tolist()]
+
+
+def _after(cache: TurboQuantKVCache, keys: mx.array, values: mx.array) -> TurboQuantKVCache:
+    cache.update_and_fetch(keys, values)
+    return cache
 
 
 def test_trimming_everything_starts_over() -> None:

@@ -10,6 +10,7 @@ import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,36 @@ def test_errors_are_one_line(
     assert out == ""
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+def test_failures_of_the_model_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(message: str) -> Any:
+        def main() -> None:
+            raise ValueError(message)
+
+        monkeypatch.setattr(importlib.import_module("mlx_vlm.generate"), "main", main)
+
+    fails("no image processor")
+    with pytest.raises(ValueError, match="no image processor"):
+        cli.main(["generate"])
+    fails("TurboQuant supports 1 to 6 or 8 bits per coordinate; got kv_bits=7")
+    assert cli.main(["generate"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"), [("mlx_vlm.generate.__main__", True), ("mlx_vlm", True), ("pytest", False), (None, False)]
+)
+def test_enabled_commands_end_with_the_report(
+    program: str | None, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = None if program is None else SimpleNamespace(name=program)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    enable._report_after_commands()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(report, "last_report", lambda: "the report")
+    enable._report_after_commands()
+    assert capsys.readouterr().err == ("the report\n" if printed else "")
 
 
 @pytest.mark.parametrize(

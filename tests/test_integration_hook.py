@@ -21,6 +21,7 @@ from turboquant_vlm.integration import (
     TurboQuantKVCache,
     UnsupportedMlxVlm,
     active,
+    backend,
     hook,
     install,
     support,
@@ -190,6 +191,20 @@ def test_other_backends_are_refused(name: str, message: str, monkeypatch: pytest
     with pytest.raises(ValueError, match=message):
         TurboQuantKVCache(3.5)
     assert not active()
+
+
+def test_a_backend_can_be_chosen_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "upstream")
+    try:
+        assert install("reference") is True
+        assert TurboQuantKVCache(3.5).backend_name == "reference"
+    finally:
+        backend.choose(None)
+        uninstall()
+    assert install() is False
+    with pytest.raises(ValueError, match="unknown backend 'mps'"):
+        backend.choose("mps")
+    assert backend.chosen() == "upstream"
 
 
 # Activation
