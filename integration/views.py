@@ -300,6 +300,10 @@ class StateView(tuple[mx.array, ...]):
     def shape(self) -> tuple[int, int, int, int]:
         return self.step.shape(self.role)
 
+    def __getitem__(self, key: Any) -> Any:
+        """Arrays by number as in any tuple; with several indices, [B, H, T, D] of the tokens."""
+        return LightView(self.step, self.role)[key] if isinstance(key, tuple) else super().__getitem__(key)
+
 
 Viewed = ArrayView | LightView | StateView
 
