@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import KVCache, _BaseCache
-from mlx_vlm.speculative.cache_state import start_speculative_cache
 
 from turboquant_vlm import reference
 from turboquant_vlm.integration.batch import BatchTurboQuantKVCache
@@ -315,6 +314,7 @@ def test_trimmed_drafts_leave_no_trace(count: int, drafted: int, rejected: int) 
 
 
 def test_mlx_vlms_speculative_transactions() -> None:
+    start_speculative_cache = pytest.importorskip("mlx_vlm.speculative.cache_state").start_speculative_cache
     keys, values = tokens(140)
     pair = filled(100), filled(100)
     batch = BatchTurboQuantKVCache.merge(pair)
