@@ -141,8 +141,8 @@ def test_the_state_attends_like_the_views() -> None:
     assert isinstance(state[0], StateView)
     assert state[0].shape == keys.shape
     assert mx.array_equal(attention(q, *state, SCALE), attention(q, keys, values, SCALE))
-    before = [slice_kv_sequence(side, 149) for side in state]
     k, v = (slice_kv_sequence(side, 149) for side in state)
+    assert mx.array_equal(attention(q, k, v, SCALE), attention(q, keys[:, :, :149], values[:, :, :149], SCALE))
     assert state[0][0].shape == (1, 2, 4, 64)
 
 
