@@ -170,8 +170,11 @@ def _tokens(inputs: dict[str, Any], backend: Any) -> Arrays:
     if inputs.get("plain"):
         plain = from_mx(backend.raw_tokens(tokens, _MX[inputs["plain"]]))
         words = plain.words.copy()
-        for b, n in enumerate(tokens.lengths):
-            words[b, :, int(n) :] = 0
+        store = build_store({**inputs["store"], "data": _zeros(inputs["store"]["data"])}, inputs["steps"])
+        for b, n in enumerate(store.lengths):
+            words[b, :, n:] = 0
+            low, high = store.unpinned(b)
+            words[b, :, low:high] = 0
         out["plain"] = Words(plain.dtype, words)
     return out
 

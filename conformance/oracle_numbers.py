@@ -60,7 +60,13 @@ def exact_matmul(a: Array, b: Array) -> Array:
         return np.matmul(a.astype(np.int64), b.astype(np.int64))
     bound = float(np.abs(a).max()) * float(np.abs(b).max()) * a.shape[-1]
     assert bound < 2.0**53, "exact_matmul would round"
-    return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(np.int64)
+    left, right = a.astype(np.float64), b.astype(np.float64)
+    if a.ndim != 2:
+        return np.matmul(left, right).astype(np.int64)
+    # Blocks below a BLAS's threading threshold: waiting for threads on busy cores costs far more than it gains here.
+    rows = max(1, (1 << 18) // right.size)
+    blocks = [left[i : i + rows] @ right for i in range(0, len(left), rows)]
+    return np.concatenate(blocks).astype(np.int64)
 
 
 def snap_integers(v: Array, n: int, k: Array | int = 0) -> tuple[Array, Array]:

@@ -33,12 +33,17 @@ class Tile:
 
 @dataclass
 class Row:
-    """One row and head: raw tokens [n, D] float32, its packed tiles, its factors once they are fixed."""
+    """One row and head: raw tokens [n, D] float32, its packed tiles, its factors once they are fixed.
+
+    Raw tokens from ``held_from`` on are surely held by a cache; in a ragged batch, whose ring has as many columns as its
+    longest chunk asks for, some from ``maybe_held_from`` on may be.
+    """
 
     raw: Array
     tiles: list[Tile]
     factors: Array | None
     held_from: int = 0
+    maybe_held_from: int = 0
 
 
 class OracleTokens:
@@ -70,6 +75,7 @@ class OracleTokens:
             for h in range(self.heads):
                 row = self.rows[b][h]
                 row.held_from = max(row.held_from, self.lengths[b] - RING)
+                row.maybe_held_from = max(row.maybe_held_from, self.lengths[b] + count - length - RING)
                 row.raw = np.concatenate([row.raw, x[b, h, length - count :]])
                 self._pack(row)
             self.lengths[b] += count
@@ -113,6 +119,7 @@ class OracleTokens:
                 if keep == 0 and self.given is None:
                     row.factors = None
                 row.held_from = min(row.held_from, keep * TILE)
+                row.maybe_held_from = min(row.maybe_held_from, row.held_from)
             self.lengths[b] = n
 
     def _round(self, x: Array) -> Array:
@@ -122,7 +129,10 @@ class OracleTokens:
         return decode(row.tiles[t].codes, self.codec, row.tiles[t].base, row.factors)
 
     def plain(self, dtype: str) -> Array:
-        """Words of ``dtype`` [B, H, max n, D]: each token as the youngest query reads it; zeros beyond a row."""
+        """Words of ``dtype`` [B, H, max n, D]: packed tokens dequantized, the others raw; zeros where a row ends.
+
+        Tokens that are packed and may be held raw as well are zero too: see :meth:`unpinned`.
+        """
         longest = max(self.lengths, default=0)
         out = np.zeros((self.batch, self.heads, longest, self.codec.dim), np.float32)
         for b, heads in enumerate(self.rows):
@@ -131,4 +141,10 @@ class OracleTokens:
                 for t in range(len(row.tiles)):
                     start = max(FIRST, t * TILE)
                     out[b, h, start : (t + 1) * TILE] = self.decode_tile(row, t)[start - t * TILE :]
+            low, high = self.unpinned(b)
+            out[b, :, low:high] = 0
         return cast(out, dtype)
+
+    def unpinned(self, b: int) -> tuple[int, int]:
+        """Positions of row b that plain arrays may give raw or dequantized: packed, but perhaps still in the ring."""
+        return max(FIRST, self.rows[b][0].maybe_held_from), TILE * packed_tiles(self.lengths[b])
