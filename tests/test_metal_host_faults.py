@@ -143,6 +143,15 @@ FAULTS = {
         "device float* p = nullptr; if (a[0] > 100) p = o;\n o[i] = 1; p[i] = a[i]; @@",
         {},
     ),
+    "private memory without end": (
+        "crash",
+        None,
+        {
+            "source": HEAD[:-1]
+            + " @@\n float big[400000];\n for (uint k = 0; k < 400000; k += 99) big[(k + i) % 400000] = a[i];\n"
+            + " o[i] = big[i];\n}\n"
+        },
+    ),
     "shift by the width": ("shift", "uint s = uint(a[i]);\n o[i] = float(1u << s); @@", {}),
     "signed overflow": ("overflow", "int v = 0x7FFFFFF0;\n v += int(a[i]); @@\n o[i] = float(v);", {}),
     "division by zero": ("division", "int v = int(a[i]);\n o[i] = float(100 / v); @@", {}),

@@ -21,7 +21,8 @@ sums that depend on their order, shifts, overflows and conversions without a def
 Limits. There is no Apple compiler here: no fast-math, no fused operations, no limit on registers, and transcendental
 functions are the C library's, not Apple's bits. Two overloads that differ only in their address space do not compile.
 Threads of a threadgroup take turns, so a thread that spins until another acts is reported as a hang. Simd functions
-whose lanes are not all present are reported, then resolved among the lanes that are. GCC on Linux, x86-64 or arm64.
+whose lanes are not all present are reported, then resolved among the lanes that are. Needs GCC and, for the lines of
+findings, addr2line, on Linux, x86-64 or arm64.
 """
 
 from .build import MetalCompileError, NoCompilerError, compiler

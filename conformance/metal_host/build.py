@@ -29,7 +29,7 @@ _KERNEL_FLAGS = [
     "-fsanitize=alignment,null,return",
     "-fsanitize-recover=all",
     *("-ffp-contract=off", "-fno-math-errno", "-fsigned-char", "-fno-strict-aliasing"),
-    *("-fno-delete-null-pointer-checks", "-ftrivial-auto-var-init=pattern"),
+    *("-fno-delete-null-pointer-checks", "-ftrivial-auto-var-init=pattern", "-fstack-clash-protection"),
     *("-fno-finite-loops", "-fno-tree-loop-distribute-patterns"),
 ]
 _RUNTIME_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=default", "-Wno-clobbered"]

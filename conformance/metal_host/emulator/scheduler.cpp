@@ -3,15 +3,11 @@
 // A thread runs until it waits (barrier, simd function) or ends. When no thread can run, the waits are resolved:
 // first the simd functions of each simdgroup, then the barrier of the whole group.
 #include <link.h>
-#include <signal.h>
 #include <stdio.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <ucontext.h>
-#include <unistd.h>
 
 #define TQ_DEFINE_SWITCH 1
 #include "shadow.h"
+#include "signals.h"
 
 namespace tq {
 
@@ -82,7 +78,7 @@ void report_divergence(uint32_t kind, Fiber& at, const Fiber& other, bool suspec
   g.current = nullptr;
   if (!r) return;
   r->suspect = suspect;
-  for (uint32_t i = 1, d = other.depth; i < TQ_CHAIN && d > 0; ++i) r->other_pc[i] = relative(other.calls[--d]);
+  add_callers(r->other_pc, other);
 }
 
 void resolve_simd(Fiber* lanes, uint32_t* members, uint32_t count) {
@@ -233,7 +229,7 @@ void run_group(uint32_t number, const uint32_t* groups) {
     for (uint32_t i = 0; i < g.threads; ++i) {
       Fiber& f = g.fibers[thread_order[i]];
       if (f.state != READY) continue;
-      g.current = &f;
+      g.current = g.last = &f;
       tq_switch(&g.scheduler, &f.context);
     }
     bool resolved = false, waiting = false;
@@ -248,79 +244,6 @@ void run_group(uint32_t number, const uint32_t* groups) {
   }
   g.report->threads += g.threads;
 }
-
-// ---- ending a launch early -------------------------------------------------------------------------------------
-
-pid_t launch_thread;
-const int fatal_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-struct sigaction old_actions[4], old_timer_action;
-
-uint64_t signal_pc(void* context) {
-#if defined(__x86_64__)
-  return static_cast<uint64_t>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
-#elif defined(__aarch64__)
-  return static_cast<ucontext_t*>(context)->uc_mcontext.pc;
-#else
-  (void)context;
-  return 0;
-#endif
-}
-
-void on_signal(int number, siginfo_t*, void* context) {
-  if (static_cast<pid_t>(syscall(SYS_gettid)) != launch_thread) {
-    if (number == SIGALRM) return;
-    for (int i = 0; i < 4; ++i)
-      if (fatal_signals[i] == number) sigaction(number, &old_actions[i], nullptr);
-    return;  // the fault repeats under the handler it belongs to
-  }
-  uint64_t pc = signal_pc(context);
-  if (!relative(pc) && g.current) pc = g.current->pc;
-  record(number == SIGALRM ? TQ_HANG : TQ_CRASH, TQ_NO_REGION, number, 0, pc);
-  abandon();
-}
-
-struct Guard {
-  timer_t timer;
-  stack_t old_stack;
-  bool armed = false;
-
-  explicit Guard(double seconds, void* handler_stack, size_t size) {
-    launch_thread = static_cast<pid_t>(syscall(SYS_gettid));
-    stack_t stack = {};
-    stack.ss_sp = handler_stack;
-    stack.ss_size = size;
-    sigaltstack(&stack, &old_stack);
-    struct sigaction action = {};
-    action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigemptyset(&action.sa_mask);
-    for (int i = 0; i < 4; ++i) sigaction(fatal_signals[i], &action, &old_actions[i]);
-    sigaction(SIGALRM, &action, &old_timer_action);
-    // Processor time of this thread, so that a busy machine does not look like a hang.
-    struct sigevent event = {};
-    event.sigev_notify = SIGEV_THREAD_ID;
-    event.sigev_signo = SIGALRM;
-#ifdef sigev_notify_thread_id
-    event.sigev_notify_thread_id = launch_thread;
-#else
-    event._sigev_un._tid = launch_thread;
-#endif
-    if (timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer) == 0) {
-      armed = true;
-      struct itimerspec when = {};
-      when.it_value.tv_sec = static_cast<time_t>(seconds);
-      when.it_value.tv_nsec = static_cast<long>((seconds - static_cast<double>(when.it_value.tv_sec)) * 1e9);
-      timer_settime(timer, 0, &when, nullptr);
-    }
-  }
-
-  ~Guard() {
-    if (armed) timer_delete(timer);
-    sigaction(SIGALRM, &old_timer_action, nullptr);
-    for (int i = 0; i < 4; ++i) sigaction(fatal_signals[i], &old_actions[i], nullptr);
-    sigaltstack(&old_stack, nullptr);
-  }
-};
 
 int find_image(struct dl_phdr_info* info, size_t, void* entry) {
   const uint64_t address = reinterpret_cast<uint64_t>(entry);
@@ -443,7 +366,7 @@ extern "C" {
 __attribute__((visibility("default"))) int tq_run(const tq_launch* launch, tq_report* report) {
   g.launch = launch;
   g.report = report;
-  g.current = nullptr;
+  g.current = g.last = nullptr;
   g.epoch = 0;
   g.random = launch->seed;
   g.image_lo = g.image_hi = 0;

@@ -66,6 +66,7 @@ struct Globals {
   uint64_t image_lo, image_hi;
 
   Fiber* current;  // null while the scheduler itself runs
+  Fiber* last;     // that ran last
   Fiber* fibers;
   uint8_t* stacks;
   tq_context scheduler;
@@ -84,6 +85,11 @@ static inline uint32_t relative(uint64_t pc) {
 }
 
 static inline bool wanted(uint32_t kind) { return (g.launch->checks >> kind) & 1; }
+
+static inline void add_callers(uint32_t* chain, const Fiber& f) {
+  uint32_t d = f.depth < MAX_CALLS ? f.depth : MAX_CALLS;
+  for (uint32_t i = 1; i < TQ_CHAIN && d > 0; ++i) chain[i] = relative(f.calls[--d]);
+}
 
 // Adds a finding, or counts it on one of the same kind at the same two places.
 static inline tq_record* record(uint32_t kind, uint32_t region, int64_t offset, uint32_t size, uint64_t pc,
@@ -110,8 +116,7 @@ static inline tq_record* record(uint32_t kind, uint32_t region, int64_t offset, 
   r.count = 1;
   r.pc[0] = where;
   r.other_pc[0] = other_pc;
-  if (g.current)
-    for (uint32_t i = 1, d = g.current->depth; i < TQ_CHAIN && d > 0; ++i) r.pc[i] = relative(g.current->calls[--d]);
+  if (g.current) add_callers(r.pc, *g.current);
   return &r;
 }
 
