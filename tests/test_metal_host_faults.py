@@ -163,7 +163,7 @@ FAULTS = {
         {},
     ),
     "write to an input": ("write_to_input", "device float* p = (device float*)a;\n p[i] = 1; @@\n o[i] = 1;", {}),
-    "helper called from two branches": (
+    "function called from two branches": (
         "simd_divergence",
         None,
         {

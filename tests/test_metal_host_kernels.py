@@ -116,7 +116,7 @@ def test_threadgroup_reduction_with_barriers():
     np.testing.assert_array_equal(np.array(o), a.reshape(4, 128).sum(axis=1))
 
 
-def test_two_dimensional_threadgroup_array_and_helper_function():
+def test_two_dimensional_threadgroup_array_and_a_template_function():
     header = """
     template <typename T> T turn(const threadgroup T* row, uint at) { return row[at]; }
     """

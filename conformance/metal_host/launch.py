@@ -137,10 +137,10 @@ def _bind(dispatch: Dispatch, translation: Translation, inputs: Sequence[Any]) -
     """One buffer per [[buffer(i)]]: inputs in order, each with the shape, strides and ndim that the text asks for,
     then outputs."""
     parameters = translation.buffers
-    helper = {
+    extra_names = {
         f"{p.name}_{suffix}" for p in parameters for suffix in ("shape", "strides", "ndim")
     } & {p.name for p in parameters}
-    mains = [p for p in parameters if p.name not in helper]
+    mains = [p for p in parameters if p.name not in extra_names]
     outputs = len(dispatch.output_shapes)
     if len(mains) != len(inputs) + outputs:
         raise ValueError(
