@@ -95,8 +95,8 @@ def row_logits(q: Array, row: Row, keys: OracleTokens, a: np.float32, mask: Arra
     bad_query = bad_x | ~np.isfinite(q.reshape(groups * length, dim)).all(axis=1)
     big = np.where(bad_query[:, None], 0, big)
 
-    kx, ke, k_bad = snap_floats(row.raw, 13)
-    f = logit(dot14(big, kx), e_q[:, None] + ke[None, :] - 14)
+    kx, ke, k_bad = snap_floats(row.raw, 14)
+    f = logit(dot14(big, kx), e_q[:, None] + ke[None, :] - 15)
     poison = np.broadcast_to(k_bad, f.shape).copy()
     if row.tiles:
         stop = TILE * len(row.tiles)

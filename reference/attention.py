@@ -40,6 +40,9 @@ EXCLUDED = -(2**31)
 POISON = 2**31 - 1
 FRACTION = 12
 """Fractional bits of a logit."""
+RAW_KEY_BITS = 14
+"""Raw keys keep one bit more than values: beside a large constant part, their spread needs it."""
+RAW_VALUE_BITS = 13
 SPLIT = 4
 """Tiles that are merged one after the other before the tree."""
 BLOCK = 2**22
@@ -144,8 +147,8 @@ class _Raw:
         return mx.concatenate([first, mx.zeros(shape, tiles.dtype), rest], axis=axis)
 
 
-def _raw_tiles(row: Tokens, oldest: int, name: str) -> _Raw:
-    """The raw tiles that queries at positions >= oldest need."""
+def _raw_tiles(row: Tokens, oldest: int, name: str, bits: int) -> _Raw:
+    """The raw tiles that queries at positions >= oldest need, snapped to `bits` bits and a sign."""
     length, held = row.lengths[0], row.held[0]
     start = packed_tiles(max(oldest, 0) + 1)
     if max(start * TILE, min(FIRST, length)) < length - held:
@@ -164,7 +167,7 @@ def _raw_tiles(row: Tokens, oldest: int, name: str) -> _Raw:
     if start > 0:
         pieces.insert(0, mx.pad(row.first[0], [(0, 0), (0, TILE - FIRST), (0, 0)]))
     raw = mx.concatenate(pieces, axis=1)
-    x, e, finite = snap(raw)
+    x, e, finite = snap(raw, bits)
     heads, dim = raw.shape[0], raw.shape[2]
     return _Raw(start, x.reshape(heads, -1, TILE, dim), e.reshape(heads, -1, TILE), finite.reshape(heads, -1, TILE))
 
@@ -188,7 +191,7 @@ def _logits(
     query = prepare_query(q.reshape(heads, group * queries, q.shape[2]), scale, keys)
     packed_here = mx.tile(_read_packed(positions, columns), (group, 1))
 
-    raw = _raw_tiles(keys, oldest, "keys")
+    raw = _raw_tiles(keys, oldest, "keys", RAW_KEY_BITS)
     tile_logits = _raw_logits(query, raw)
     logits = raw.dense(tile_logits, axis=2).reshape(heads, -1, columns)
     bad = mx.logical_not(raw.dense(raw.finite, axis=1).reshape(heads, 1, columns))
@@ -214,7 +217,7 @@ def _raw_logits(query: Query, raw: _Raw) -> mx.array:
     heads, tiles, _, dim = raw.x.shape
     flat = raw.x.reshape(heads, tiles * TILE, dim)
     dots = split_matmul(query.plain, flat.swapaxes(1, 2)).reshape(heads, -1, tiles, TILE)
-    return logit(dots, query.exponent[..., None] + raw.e[:, None] - 14)
+    return logit(dots, query.exponent[..., None] + raw.e[:, None] - 1 - RAW_KEY_BITS)
 
 
 def _packed_logits(query: Query, keys: Tokens, tiles: int) -> tuple[mx.array, mx.array]:
@@ -269,7 +272,7 @@ def _attend_block(
     packed_here = mx.tile(_read_packed(positions, logits.shape[2]), (q.shape[0] // heads, 1))
     packed_here = packed_here.reshape(1, *packed_here.shape[:1], -1, TILE)
 
-    raw = _raw_tiles(values, length - total + start, "values")
+    raw = _raw_tiles(values, length - total + start, "values", RAW_VALUE_BITS)
     bad = mx.logical_not(raw.dense(raw.finite, axis=1))[:, None] & mx.logical_not(packed_here)
     plain, plain_exponent = _raw_sums(mx.where(packed_here, 0, weights), raw, exponent)
     tiles = packed_tiles(max(length - total + start + queries - 1, 0) + 1)

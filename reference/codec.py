@@ -76,6 +76,7 @@ def quantize(x: mx.array, codec: Codec, base: bool = False, factors: mx.array | 
         residual, exponent = _apply_factors(residual, exponent, factors)
     else:
         exponent = exponent - 13
+    residual = mx.where(finite, residual, 0)
     rotated = rotate(residual, codec.seed)
     coded = _code(residual, rotated, codec.dim, codec.code_bits)
     scales = _finish_scale(half_from_ratio(coded.square, coded.inner, exponent + codec.scale_shift), finite)

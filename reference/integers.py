@@ -91,7 +91,7 @@ def isqrt(n: mx.array) -> mx.array:
 def half_from_ratio(numerator: mx.array, denominator: mx.array, shift: mx.array) -> mx.array:
     """float16 nearest to numerator / denominator * 2^shift, half to even (section 3.6).
 
-    numerator, denominator: int64, 0 <= . < 2^54; shift: int32.  0 where the denominator is 0; at most 65504.
+    numerator, denominator: int64, 0 <= . < 2^49; shift: int32.  0 where the denominator is 0; at most 65504.
     """
     denominator_or_1 = mx.maximum(denominator, 1)
     k = 13 - bit_length(numerator) + bit_length(denominator_or_1)
