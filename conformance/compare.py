@@ -6,7 +6,9 @@ Two arrays are equal when dtype, shape and every word are equal, except that all
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,9 @@ WORD_BITS = {
     "int16": 16,
     "int8": 8,
 }
+#: Longer arrays of a vector are kept as a digest; the oracle gives the words when a digest differs.
+HEX_LIMIT = 400
+_QUIET_NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000}
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 
@@ -51,18 +56,25 @@ class Words:
         signed = int(word) - (1 << bits) if self.dtype.startswith("int") and int(word) >> (bits - 1) else int(word)
         return signed
 
-    def to_json(self) -> dict[str, object]:
+    def hex(self) -> str:
+        """All words, row-major, with every NaN written as the quiet positive one."""
         digits = WORD_BITS[self.dtype] // 4
-        return {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "hex": "".join(f"{int(w):0{digits}x}" for w in self.words.ravel()),
-        }
+        quiet = _QUIET_NAN.get(self.dtype, 0)
+        return "".join(f"{int(w) if w >= 0 else quiet:0{digits}x}" for w in _canonical(self).ravel())
+
+    def sha256(self) -> str:
+        """Digest of the text of :meth:`hex`."""
+        return hashlib.sha256(self.hex().encode()).hexdigest()
+
+    def to_json(self, longest: int = HEX_LIMIT) -> dict[str, Any]:
+        """``hex`` words, or their ``sha256`` if there are more than ``longest``."""
+        head: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        return head | ({"hex": self.hex()} if self.words.size <= longest else {"sha256": self.sha256()})
 
     @staticmethod
-    def from_json(data: dict[str, object]) -> Words:
-        dtype, shape, text = str(data["dtype"]), data["shape"], str(data["hex"])
-        assert isinstance(shape, list)
+    def from_json(data: dict[str, Any]) -> Words:
+        """The inverse of :meth:`to_json` for arrays given as hex words."""
+        dtype, shape, text = data["dtype"], data["shape"], data["hex"]
         digits = WORD_BITS[dtype] // 4
         words = np.array([int(text[i : i + digits], 16) for i in range(0, len(text), digits)], np.int64)
         return Words.of(dtype, words.reshape(shape))

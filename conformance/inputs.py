@@ -8,6 +8,7 @@ An array spec is a JSON object with ``shape``, ``dtype`` ("float16", "bfloat16",
   - ``"zeros"``;
   - ``"sum4"``: (sum of the four 16-bit fields of the word - 131070) 2^(exponent - 15), close to a Gaussian of deviation 1.15;
   - ``"integers"``: (low + word mod (high - low + 1)) 2^exponent;
+  - ``"one_hot"``: row t of [..., T, D] is 2^exponent at coordinate positions[t mod len(positions)], else 0; no seed;
   - ``"patterns"``: the low bits of the word as a bit pattern of the dtype; where that would be NaN or infinite, the top
     exponent bit is cleared;
 
@@ -79,12 +80,18 @@ def _generate(spec: Spec, count: int) -> Array:
     kind = spec["generator"]
     if kind == "zeros":
         return np.zeros(count, np.float32)
-    words = splitmix_words(spec["seed"], count)
     exponent = spec.get("exponent", 0)
+    if kind == "one_hot":
+        rows, positions = spec["shape"][-2], spec["positions"]
+        hot = np.zeros((rows, spec["shape"][-1]), np.float32)
+        hot[np.arange(rows), np.array(positions)[np.arange(rows) % len(positions)]] = np.ldexp(1.0, exponent)
+        return np.broadcast_to(hot, spec["shape"]).copy()
+    words = splitmix_words(spec["seed"], count)
     if kind == "sum4":
         fields = [(words >> np.uint64(16 * i)).astype(np.int64) & 0xFFFF for i in range(4)]
         total = fields[0] + fields[1] + fields[2] + fields[3] - 131070
-        return np.ldexp(total.astype(np.float64), exponent - 15).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return np.ldexp(total.astype(np.float64), exponent - 15).astype(np.float32)
     if kind == "integers":
         low, high = spec["low"], spec["high"]
         drawn = (words % np.uint64(high - low + 1)).astype(np.int64) + low
@@ -99,7 +106,7 @@ def _generate(spec: Spec, count: int) -> Array:
         pattern = words.astype(np.int64) & ((1 << bits) - 1)
         pattern = np.where(pattern & field == field, pattern & ~top, pattern)
         return widen(pattern.astype(np.uint32 if bits == 32 else np.uint16), dtype)
-    raise ValueError(f"generator must be zeros, sum4, integers or patterns; got {kind!r}")
+    raise ValueError(f"generator must be zeros, sum4, integers, one_hot or patterns; got {kind!r}")
 
 
 def hex_spec(words: Array, dtype: str) -> Spec:

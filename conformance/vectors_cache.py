@@ -1,0 +1,139 @@
+"""The vectors of section 2: what append and trim leave behind, ragged batches, left padding; and the errors of the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .build import Group, add, codec, integers, keys_of, literal, put, scale_by, steps, store, sum4, values_of, zeros
+from .inputs import Spec
+
+
+def _data(columns: int, dim: int, seed: int, batch: int = 1, heads: int = 1, dtype: str = "float16", **more: Any) -> Spec:
+    return sum4(seed, batch, heads, columns, dim, dtype=dtype, **more)
+
+
+def tokens() -> Group:
+    g = Group("tokens")
+
+    def run(name: str, comment: str, flags: str, spec: dict[str, Any], plan: list[list[Any]], plain: str | None = "float32", quick: bool = False) -> None:
+        g.add(name, comment, flags, "tokens", {"store": spec, "steps": plan, "plain": plain}, quick)
+
+    for n in (0, 1, 3, 4, 5, 95, 96, 97, 159, 160, 161):
+        for role, bits in (("key", 3), ("value", 5)):
+            run(f"{role}-{n}", "when a tile is packed, and what stays raw", "tile_boundary first_tokens", store(role, bits, _data(n, 12, n)), steps(n) if n else [], quick=n in (0, 97))
+    n = 230
+    data = _data(n, 12, 3, heads=2, dtype="bfloat16", edits=[scale_by(6, 0, 0, None, 3), add(5, 0, 1, None, 4)])
+    chunkings: dict[str, list[int]] = {
+        "whole": [n],
+        "prefill-then-ones": [221, *[1] * 9],
+        "sevens": [7] * 32 + [6],
+        "tiles": [64, 64, 64, 38],
+        "before-the-tile": [95, 1, 63, 1, 70],
+        "empty-chunks": [0, 100, 0, 130, 0],
+    }
+    for name, sizes in chunkings.items():
+        for role in ("key", "value"):
+            run(f"chunks-{name}-{role}", "the same 230 tokens in other chunks: the same bits", "chunking", store(role, 4, data), steps(*sizes), quick=name == "before-the-tile")
+    run("ones", "two tiles, one token at a time", "chunking", store("key", 2, _data(163, 8, 9)), steps(*[1] * 163), quick=True)
+    for kind, bits in (("mse", 1), ("mse", 2), ("mse", 6), ("mse", 8), ("prod", 3)):
+        for dtype in ("float16", "bfloat16", "float32"):
+            run(f"{kind}-{bits}-{dtype}", "widths and dtypes", "prod" if kind == "prod" else "word_spill", store("key", bits, _data(99, 20, 7, dtype=dtype), kind=kind), steps(99), plain=dtype)
+    given = integers(3, -3, 3, 1, 2, 12, dtype="int8")
+    run("given-factors", "given factors from the start, tile 0 does not change them", "given_factors", store("key", 4, data, factors=given), steps(n), quick=True)
+    run("factors-once", "tile 0 fixes the factors for all later tiles", "outlier_channel", store("key", 4, _data(300, 12, 4, edits=[scale_by(7, 0, 0, [64, 300], 1)])), steps(300), quick=True)
+    run("factors-second-chunk", "factors fixed when the second chunk completes tile 0", "outlier_channel chunking", store("key", 4, _data(200, 12, 4, edits=[scale_by(7, 0, 0, None, 1)])), steps(60, 140))
+
+    def trimmed(name: str, comment: str, flags: str, plan: list[list[Any]], columns: int, quick: bool = False, batch: int = 1) -> None:
+        for role in ("key", "value"):
+            run(f"{name}-{role}", comment, flags, store(role, 4, _data(columns, 12, 5, batch=batch)), plan, quick=quick)
+
+    for n, amount in ((200, 1), (200, 8), (200, 9), (200, 32), (96, 1), (160, 32), (224, 32), (5, 3), (4, 4), (97, 1)):
+        trimmed(f"trim-{n}-{amount}", "a trim of at most 32 tokens: tiles above are dropped", "trim tile_boundary", [*steps(n), ["trim", amount]], n, quick=(n, amount) in ((224, 32), (5, 3)))
+    trimmed("trim-refill", "other tokens after a trim: the tile is packed from them", "trim chunking", [*steps(224), ["trim", 32], ["append", 40, None]], 264, True)
+    trimmed("trim-steps", "draft and reject, again and again", "trim chunking", [*steps(150), *([["append", 5, None], ["trim", 3]] * 8)], 190, True)
+    trimmed("trim-ones", "trim after tokens came one by one", "trim", [*steps(150, *[1] * 20), ["trim", 31], ["append", 31, None]], 201)
+    trimmed("trim-zero", "a trim of nothing", "trim", [*steps(100), ["trim", 0]], 100)
+    trimmed("trim-all", "down to nothing and on", "trim deep_trim", [*steps(90), ["trim", 90], ["append", 100, None]], 190)
+    trimmed("trim-rows", "each row its own amount", "trim ragged", [*steps(170), ["trim", [3, 0, 32]], ["append", 5, None]], 175, True, batch=3)
+    trimmed("trim-exact-deep", "deeper than 32, while all raw tokens needed are still held", "deep_trim", [*steps(120), ["trim", 80], ["append", 90, None]], 210, True)
+    far = [*steps(900, *[1] * 8), ["trim", 700]]
+    trimmed("trim-far", "raw tokens are gone: dequantized ones take their place", "deep_trim long", far, 908, True)
+    trimmed("trim-far-refill", "tiles packed again from dequantized tokens", "deep_trim long", [*far, ["append", 70, None]], 978)
+    trimmed("trim-far-first", "the first tokens are always raw", "deep_trim first_tokens long", [*steps(900, *[1] * 8), ["trim", 890]], 908, True)
+    trimmed("trim-far-to-two", "down to two of the first tokens", "deep_trim first_tokens long", [*steps(900, *[1] * 8), ["trim", 906], ["append", 3, None]], 911)
+    run("plain-cast", "dequantized, then cast: overflow to infinity", "dtype_cast overflow", store("value", 3, _data(600, 8, 3, dtype="float32", exponent=15)), steps(500, *[1] * 100), plain="float16")
+    run("non-finite", "NaN and infinity inside a tile, in the first tokens and in the ring", "non_finite", store("key", 4, _data(170, 12, 3, edits=[put("nan", 0, 0, 2, 0), put("inf", 0, 0, 70, 1), put("nan", 0, 0, 169, 5)])), steps(170), quick=True)
+    return g
+
+
+def ragged() -> Group:
+    g = Group("ragged")
+
+    def run(name: str, comment: str, flags: str, plan: list[list[Any]], length: int, pads: list[int] | None = None, mask: Any = None, quick: bool = False, batch: int = 2, heads: int = 1, per: int = 2, **more: Any) -> None:
+        columns = sum(s[1] for s in plan if s[0] == "append")
+        keys = keys_of(4, _data(columns, 8, 1, batch, heads))
+        values = values_of(3, _data(columns, 12, 2, batch, heads))
+        q = sum4(3, batch, heads * per, length, 8, dtype="float16")
+        g.attend(name, comment, f"ragged {flags}", keys, values, q, steps=plan, left_padding=pads, mask=mask, scores=True, arrays=True, quick=quick, **more)
+
+    run("two-rows", "rows on different sides of a tile boundary", "tile_boundary", [["append", 97, [97, 95]]], 1, quick=True)
+    run("three-rows", "rows of 1, 100 and 200 tokens", "tile_boundary causal", [["append", 200, [1, 100, 200]], ["append", 3, None]], 3, mask="causal", batch=3, quick=True)
+    run("empty-row", "a row without tokens gives zeros", "all_padding", [["append", 98, [0, 98]]], 1, quick=True)
+    run("padding-chunk", "a chunk that is all padding for one row", "all_padding chunking causal", [["append", 5, [0, 5]], ["append", 3, [0, 3]]], 3, mask="causal", quick=True)
+    run("padding-later", "a row that rests while another goes on: its queries stand at its last positions", "chunking causal", [["append", 100, None], ["append", 2, [2, 0]]], 2, mask="causal", quick=True)
+    run("short-rows", "rows shorter than the four first tokens", "first_tokens causal", [["append", 6, [2, 6]], ["append", 2, [1, 2]]], 2, mask="causal", quick=True)
+    for pads, length in (([0, 5], 1), ([0, 5], 4), ([31, 0], 4), ([9, 0], 1)):
+        n = 110
+        columns = [n - p for p in pads]
+        run(f"pads-{pads[0]}-{pads[1]}-{length}", "mask columns count the padding on the left", "left_padding bool_mask", [["append", n, columns]], length, pads, integers(7, 0, 3, 2, 1, length, n, dtype="bool"), quick=length == 4)
+        run(f"pads-{pads[0]}-{pads[1]}-{length}-causal", "a causal mask counts positions, not columns", "left_padding causal", [["append", n, columns]], length, pads, "causal")
+    run("pads-additive", "additive mask with padding, window and sink", "left_padding additive_mask window sink", [["append", 110, [110, 90]]], 2, [0, 20], sum4(7, 2, 1, 2, 110, dtype="float16", exponent=1), window=70, sinks=literal([0.5, -1.0]), quick=True)
+    run("pads-wide", "more mask columns than the longest row has tokens", "left_padding bool_mask", [["append", 100, [100, 80]]], 1, [7, 27], integers(7, 0, 1, 2, 1, 1, 107, dtype="bool"))
+    run("trim-rows", "reject 3 drafts in one row and 1 in the other", "trim chunking causal", [["append", 97, [97, 94]], ["append", 5, None], ["trim", [3, 1]], ["append", 2, None]], 2, mask="causal", quick=True)
+    run("heads", "three rows, two kv heads, groups of three", "gqa causal", [["append", 130, [130, 97, 60]], ["append", 4, [4, 2, 4]]], 4, mask="causal", batch=3, heads=2, per=3, quick=True)
+    run("five-axes", "rank-5 mask over a ragged batch with two kv heads", "rank5_mask gqa left_padding", [["append", 40, [40, 33]]], 3, [0, 7], integers(3, 0, 2, 2, 2, 2, 3, 40, dtype="bool"), heads=2, quick=True)
+    run("deep-trim", "attend to dequantized stand-ins", "deep_trim long", [["append", 700, None], *([["append", 1, None]] * 3), ["trim", [500, 300]], ["append", 1, None]], 1)
+    return g
+
+
+def errors() -> Group:
+    g = Group("errors")
+
+    def refused(name: str, comment: str, arguments: dict[str, Any], *mentions: str) -> None:
+        g.add(name, comment, "error", "error", {"call": "make_codec", "arguments": arguments, "mentions": list(mentions)}, quick=True)
+
+    for dim in (0, 4, 7, 10, 90, 116, 1028, 2048):
+        refused(f"dim-{dim}", "a head size without a Hadamard matrix in the contract", {"dim": dim, "bits": 4}, "dim", str(dim))
+    for bits in (0, 7, 9, -1):
+        refused(f"bits-{bits}", "a width without a codebook", {"dim": 64, "bits": bits}, "bits", str(bits))
+    for bits in (1, 7, 8):
+        refused(f"prod-bits-{bits}", "prod needs 2 to 6 bits", {"dim": 64, "bits": bits, "kind": "prod"}, "bits", str(bits))
+    for seed in (-1, 2**31):
+        refused(f"seed-{seed}", "seeds are 0 .. 2^31 - 1", {"dim": 64, "bits": 4, "seed": seed}, "seed", str(seed))
+    refused("kind", "only mse and prod exist", {"dim": 64, "bits": 4, "kind": "mean"}, "kind", "mean")
+    data = zeros(1, 1, 2, 8)
+    for scale in (0.0, -1.0, 2.0**-40, 2.0**30):
+        inputs = {"keys": keys_of(4, data), "values": values_of(4, data), "steps": steps(2), "q": zeros(1, 1, 1, 8), "scale": scale}
+        for call in ("attend", "scores"):
+            g.add(f"{call}-scale-{scale:g}", "a = scale log2e has to lie in 2^-30 .. 2^20", "error", "error", {"call": call, "arguments": inputs, "mentions": ["scale"]}, quick=call == "attend")
+    return g
+
+
+def limits() -> Group:
+    """The ends of what a scale may be, and other single cases."""
+    g = Group("limits")
+    data = sum4(1, 1, 1, 97, 8)
+    for label, scale in (("low", 2.0**-30 / 1.4426), ("high", 2.0**20 / 1.4427), ("float64", 0.1)):
+        g.attend(f"scale-{label}", "the query factor is one float64 product rounded to float32", "rounding_tie", keys_of(4, data), values_of(4, data), sum4(2, 1, 1, 2, 8), scale=scale, scores=True)
+    for dim in (88, 96, 112, 120, 160, 176, 200, 256, 320, 512):
+        kv = sum4(dim, 1, 1, 98, dim, dtype="float16")
+        g.attend(f"head-{dim}", "a head size of a known model", "odd_dim" if dim % 64 else "tile_boundary", keys_of(3, kv, seed=dim), values_of(2, kv, seed=dim), sum4(dim + 1, 1, 1, 1, dim, dtype="float16"))
+    g.add("codec-fields", "the largest seed is accepted", "seed", "quantize", {"codec": codec(12, 4, 2**31 - 1), "x": sum4(1, 2, 12), "base": False, "factors": None, "dequantize": ["float32"]})
+    flat = np.tile(np.array([0.1, -0.7, 0.3, 1.9, 0, 0, 0.5, -1], np.float32), (300, 1))[None, None]
+    g.attend("repeated-token", "300 copies of one token: equal logits, one value", "equal_logits constant_key", keys_of(4, literal(flat, "float16")), values_of(4, literal(flat, "float16")), sum4(1, 1, 2, 1, 8, dtype="float16"), scores=True, quick=True)
+    return g
+
+
+GROUPS = (tokens, ragged, limits, errors)
