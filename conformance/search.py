@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from .inputs import load
+from .oracle_attention import attention_factor
 from .oracle_codebook import codebook
 from .oracle_codec import OracleCodec
 from .oracle_numbers import Array, snap_floats
@@ -106,3 +107,23 @@ def scale_tie_vectors() -> Array:
         if min(map(len, found.values())) >= KEEP:
             break
     return np.stack(found[0] + found[1])
+
+
+def query_factor_vectors(scale: float) -> Array:
+    """Queries [2, 8] whose snapped coordinates 1..7 change if the factor a moves by its last bit, upwards and downwards."""
+    a = attention_factor(scale)
+    out = np.zeros((2, 8), np.float32)
+    out[:, 0] = 8191
+    for row, neighbour in enumerate((np.nextafter(a, np.float32(np.inf)), np.nextafter(a, np.float32(0)))):
+        exponent = int(np.frexp(np.float32(8191) * a)[1])
+        found: list[np.float32] = []
+        for k in range(1, 4000):
+            # Close to the query that lands half way between k and k + 1.
+            near = np.float32((k + 0.5) * 2.0 ** (exponent - 13) / float(a))
+            for q in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+                here, there = (np.rint(np.ldexp(float(q * f), 13 - exponent)) for f in (a, neighbour))
+                if here != there and len(found) < 7:
+                    found.append(q)
+                    break
+        out[row, 1:] = found
+    return out

@@ -23,7 +23,7 @@ from .build import (
     values_of,
     zeros,
 )
-from .inputs import Spec
+from .inputs import Spec, load
 from .oracle_numbers import Array
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -53,8 +53,15 @@ def scores() -> Group:
     aligned = integers(5, 8000, 8191, 1, 1, 97, 1024)
     g.attend(
         "wide-aligned", "all products of one sign: the largest sums int32 has to hold", "overflow huge_norm",
-        keys_of(6, aligned), values_of(4, zeros(1, 1, 97, 8)), integers(6, 8000, 8191, 1, 1, 1, 1024), scale=0.001, scores=True,
+        keys_of(6, aligned), values_of(4, zeros(1, 1, 97, 8)), integers(6, 8000, 8191, 1, 1, 1, 1024), scale=3e-7, scores=True,
+        quick=True,
     )
+    for bits in (3, 8):
+        g.attend(
+            f"wide-visible-{bits}", "logits near 2^27 show all 24 bits of the float32 sums", "rounding_tie",
+            keys_of(bits, integers(7, -8191, 8191, 1, 1, 160, 1024)), values_of(4, zeros(1, 1, 160, 8)),
+            integers(8, -8191, 8191, 1, 2, 1, 1024), scale=1.5e-5, scores=True, quick=True,
+        )
     for power in (-12, 12, 15, 16, 40, 200):
         scale = UNIT_SCALE * 2.0 ** min(power, 18)
         exponent = power - min(power, 18)
@@ -87,7 +94,7 @@ def decode() -> Group:
         g.attend(
             f"length-{n}", "one query around the lengths where a tile is packed, a tile begins, a split begins",
             "tile_boundary first_tokens split_tree", keys_of(bits, _kv(n, 12, n)), values_of(BITS[(n // 7) % 7], _kv(n, 8, n + 1000)),
-            sum4(n + 2000, 1, 2, 1, 12, dtype="float16"), scores=n < 130, arrays=n in (96, 97, 160), quick=n in (5, 95, 96, 97, 160, 288),
+            sum4(n + 2000, 1, 2, 1, 12, dtype="float32"), scores=n < 130, arrays=n in (96, 97, 160), quick=n in (5, 95, 96, 97, 160, 288),
         )
     for n in (1023, 1024, 1025, 1026, 1344):
         g.attend(
@@ -95,19 +102,24 @@ def decode() -> Group:
             keys_of(4, _kv(n, 8, n)), values_of(3, _kv(n, 8, n + 1)), sum4(n + 2, 1, 3, 1, 8, dtype="float32"), quick=n == 1344,
         )
     g.attend("long-flat", "equal logits over 21 tiles: only the values' roundings differ", "long split_tree equal_logits", keys_of(4, _kv(1344, 8, 3)), values_of(8, _kv(1344, 12, 4, dtype="float32", edits=[scale_by(-9, 0, 0, [0, 700], None)])), zeros(1, 1, 1, 8), quick=True)
+    g.attend("long-spread", "logits spread over tens of powers of two: den is rounded in the order of the merges", "long split_tree", keys_of(4, _kv(1344, 8, 3, edits=[scale_by(2, 0, 0, [256, 512], None)])), values_of(8, _kv(1344, 8, 4)), sum4(5, 1, 4, 1, 8, exponent=2), scale=1.0, quick=True)
+    cancel = np.zeros((98, 8), np.float32)
+    cancel[4:64, 2] = np.where(np.arange(60) % 2, 1024.0, -1024.0)
+    cancel[64:, 1] = cancel[:4, 3] = 2.0**-45
+    g.attend("packed-cancels", "packed values that cancel are the identity, whatever their exponent", "zero_vector equal_logits", keys_of(4, zeros(1, 1, 98, 8)), values_of(8, compact(cancel[None, None])), zeros(1, 1, 1, 8), quick=True)
     for kb in BITS:
         for vb in BITS:
             g.attend(
                 f"widths-{kb}-{vb}", "key and value widths in every combination", "mixed_widths" + (" int8" if 8 in (kb, vb) else ""),
                 keys_of(kb, _kv(98, 8, 10 * kb + vb, dtype="bfloat16")), values_of(vb, _kv(98, 8, 100 * kb + vb, dtype="bfloat16")),
-                sum4(kb + vb, 1, 1, 1, 8, dtype="bfloat16"), quick=kb == vb == 3,
+                sum4(kb + vb, 1, 1, 1, 8), quick=kb == vb == 3,
             )
     for dk, dv in ((192, 128), (128, 192), (64, 80), (12, 100), (576, 512), (8, 256)):
-        g.attend(f"dims-{dk}-{dv}", "value heads of another size than key heads", "mixed_dims", keys_of(4, _kv(97, dk, 1)), values_of(2, _kv(97, dv, 2)), sum4(3, 1, 1, 1, dk, dtype="float16"), quick=dk == 12)
+        g.attend(f"dims-{dk}-{dv}", "value heads of another size than key heads", "mixed_dims", keys_of(4, _kv(97, dk, 1)), values_of(2, _kv(97, dv, 2)), sum4(3, 1, 1, 1, dk, dtype="float32"), quick=dk == 12)
     for heads, per in ((1, 8), (2, 4), (3, 2), (1, 128), (2, 64)):
-        g.attend(f"gqa-{heads}x{per}", "query head h reads kv head h // group", "gqa", keys_of(4, _kv(97, 8, 1, heads=heads)), values_of(3, _kv(97, 8, 2, heads=heads)), sum4(3, 1, heads * per, 1, 8, dtype="float16"), quick=(heads, per) == (3, 2))
+        g.attend(f"gqa-{heads}x{per}", "query head h reads kv head h // group", "gqa", keys_of(4, _kv(97, 8, 1, heads=heads)), values_of(3, _kv(97, 8, 2, heads=heads)), sum4(3, 1, heads * per, 1, 8, dtype="float32"), quick=(heads, per) == (3, 2))
     for bits in range(2, 7):
-        g.attend(f"prod-{bits}", "the inner-product codec", "prod", keys_of(bits, _kv(160, 20, bits), kind="prod", seed=4), values_of(4, _kv(160, 12, 9), seed=4), sum4(1, 1, 2, 1, 20, dtype="float16"), quick=bits == 3)
+        g.attend(f"prod-{bits}", "the inner-product codec", "prod", keys_of(bits, _kv(160, 20, bits), kind="prod", seed=4), values_of(4, _kv(160, 12, 9), seed=4), sum4(1, 1, 2, 1, 20, dtype="float32"), quick=bits == 3)
     for dtype in ("float16", "bfloat16", "float32"):
         for q_dtype in ("float16", "bfloat16", "float32"):
             g.attend(f"dtypes-{dtype}-{q_dtype}", "the output has the dtype of the query", "dtype_cast", keys_of(4, _kv(97, 8, 1, dtype=dtype)), values_of(4, _kv(97, 8, 2, dtype=dtype)), sum4(3, 1, 1, 1, 8, dtype=q_dtype))
@@ -134,6 +146,8 @@ def _hand_made(g: Group) -> None:
     for k in range(4):
         f = [0, *(-((i * 73 + k * 911) % 4096) - 4096 * (i % 14) for i in range(1, 40))]
         by_logits(f"weights-tables-{k}", "entries of both tables at many shifts", "rounding_tie", f, np.tile(eye, (5, 1)) * np.linspace(0.1, 3, 40)[:, None], quick=k == 0)
+    large = load(integers(4, 7900, 8191, 95, 8))
+    by_logits("largest-sums", "weights near 63/64 and values near 2^13: both halves of the raw sum round to float32", "rounding_tie equal_logits", [-93] * 95, large, quick=True)
     n = 200
     hidden = np.ones((1, n), bool)
     hidden[0, 4:192] = False
@@ -163,7 +177,7 @@ def _hand_made(g: Group) -> None:
     by_logits("exponents-in-tile", "value exponents far apart inside one tile", "huge_norm tiny_norm", [0] * 70, far)
     far = one_hot_values([1.0] * 70, 8, 2)
     far[5] = [0, 2.0**40, 0, 0, 0, 0, 0, 0]
-    by_logits("weight-zero-large-value", "a token of weight zero does not raise the exponent of the values", "huge_norm", [0] * 5 + [-20 * 4096] + [0] * 64, far)
+    by_logits("weight-zero-large-value", "a token of weight zero does not raise the exponent of the values", "huge_norm", [0] * 5 + [-20 * 4096] + [0] * 64, far, quick=True)
 
 
 def multi_row() -> Group:
@@ -172,11 +186,12 @@ def multi_row() -> Group:
         for mask in (None, "causal"):
             g.attend(
                 f"{n}-{length}-{mask or 'full'}", "each query decides by its own position what it reads packed", "tile_boundary chunking" + (" causal" if mask else ""),
-                keys_of(3, _kv(n, 8, n)), values_of(4, _kv(n, 8, n + 1)), sum4(n + 2, 1, 2, length, 8, dtype="float16"), mask=mask,
+                keys_of(3, _kv(n, 8, n)), values_of(4, _kv(n, 8, n + 1)), sum4(n + 2, 1, 2, length, 8), mask=mask,
                 scores=length < 9, quick=(n, length) in ((97, 3), (161, 8)) and mask == "causal",
             )
     g.attend("rows-equal-single", "the last of five queries equals a single query", "chunking", keys_of(4, _kv(224, 12, 8)), values_of(4, _kv(224, 12, 9)), sum4(5, 2 - 1, 2, 5, 12, dtype="bfloat16"), mask="causal")
-    g.attend("more-queries-than-tokens", "queries before position 0 are padding: zeros", "all_padding causal", keys_of(4, _kv(3, 8, 8)), values_of(4, _kv(3, 8, 9)), sum4(5, 1, 2, 7, 8, dtype="float16"), mask="causal", quick=True)
+    g.attend("both-ways", "without a mask early queries read up to 17 tiles raw: every order of merging shows", "long split_tree", keys_of(4, _kv(1100, 8, 8)), values_of(4, _kv(1100, 8, 9)), sum4(5, 1, 1, 1050, 8), quick=True)
+    g.attend("more-queries-than-tokens", "queries before position 0 are padding: zeros", "all_padding causal", keys_of(4, _kv(3, 8, 8)), values_of(4, _kv(3, 8, 9)), sum4(5, 1, 2, 7, 8), mask="causal", quick=True)
     return g
 
 
@@ -242,7 +257,7 @@ def sinks() -> Group:
             sink = literal([-INF, 0.0, 8.0, -30.0, 3.25, 100.0])
             g.attend(
                 f"{n}-{length}", "one sink per query head, counted once however many splits there are", "sink gqa split_tree",
-                keys_of(4, _kv(n, 8, n, heads=2)), values_of(4, _kv(n, 8, n + 1, heads=2)), sum4(3, 1, 6, length, 8, dtype="float16"),
+                keys_of(4, _kv(n, 8, n, heads=2)), values_of(4, _kv(n, 8, n + 1, heads=2)), sum4(3, 1, 6, length, 8),
                 sinks=sink, mask="causal", quick=n in (97, 300) and length == 1,
             )
     extreme = [1e30, float("inf"), -1e30, 3e38, float("nan"), -INF]
@@ -263,11 +278,11 @@ def window() -> Group:
     for w in (1, 2, 31, 32, 64, 65, 95, 96, 128, 200, 1000):
         g.attend(
             f"{w}", "i - j < window; the first tokens leave the window like all others", "window first_tokens tile_boundary",
-            keys_of(4, _kv(230, 8, 1)), values_of(3, _kv(230, 8, 2)), sum4(3, 1, 2, 3, 8, dtype="float16"), window=w, mask="causal", quick=w in (65, 200),
+            keys_of(4, _kv(230, 8, 1)), values_of(3, _kv(230, 8, 2)), sum4(3, 1, 2, 3, 8), window=w, mask="causal", quick=w in (65, 200),
         )
     g.attend("no-mask", "without a causal mask the future is inside the window", "window", keys_of(4, _kv(130, 8, 1)), values_of(3, _kv(130, 8, 2)), sum4(3, 1, 2, 30, 8, dtype="float16"), window=5, quick=True)
     g.attend("with-mask", "window and array mask together; some queries have nothing left", "window bool_mask all_masked_row", keys_of(4, _kv(130, 8, 1)), values_of(3, _kv(130, 8, 2)), sum4(3, 1, 2, 30, 8, dtype="float16"), window=2, mask=integers(4, 0, 1, 30, 130, dtype="bool"), quick=True)
-    g.attend("with-sink", "window and sink", "window sink", keys_of(4, _kv(1000, 8, 1)), values_of(3, _kv(1000, 8, 2)), sum4(3, 1, 2, 1, 8, dtype="float16"), window=128, mask="causal", sinks=literal([1.0, -2.0]))
+    g.attend("with-sink", "window and sink", "window sink", keys_of(4, _kv(1000, 8, 1)), values_of(3, _kv(1000, 8, 2)), sum4(3, 1, 2, 1, 8), window=128, mask="causal", sinks=literal([1.0, -2.0]))
     return g
 
 

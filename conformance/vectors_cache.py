@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .build import Group, add, codec, integers, keys_of, literal, put, scale_by, steps, store, sum4, values_of, zeros
+from .build import Group, add, codec, integers, keys_of, literal, one_hot, put, scale_by, steps, store, sum4, values_of, zeros
 from .inputs import Spec
+from .search import query_factor_vectors
 
 
 def _data(columns: int, dim: int, seed: int, batch: int = 1, heads: int = 1, dtype: str = "float16", **more: Any) -> Spec:
@@ -75,7 +76,7 @@ def ragged() -> Group:
         columns = sum(s[1] for s in plan if s[0] == "append")
         keys = keys_of(4, _data(columns, 8, 1, batch, heads))
         values = values_of(3, _data(columns, 12, 2, batch, heads))
-        q = sum4(3, batch, heads * per, length, 8, dtype="float16")
+        q = sum4(3, batch, heads * per, length, 8)
         g.attend(name, comment, f"ragged {flags}", keys, values, q, steps=plan, left_padding=pads, mask=mask, scores=True, arrays=True, quick=quick, **more)
 
     run("two-rows", "rows on different sides of a tile boundary", "tile_boundary", [["append", 97, [97, 95]]], 1, quick=True)
@@ -127,6 +128,9 @@ def limits() -> Group:
     data = sum4(1, 1, 1, 97, 8)
     for label, scale in (("low", 2.0**-30 / 1.4426), ("high", 2.0**20 / 1.4427), ("float64", 0.1)):
         g.attend(f"scale-{label}", "the query factor is one float64 product rounded to float32", "rounding_tie", keys_of(4, data), values_of(4, data), sum4(2, 1, 1, 2, 8), scale=scale, scores=True)
+    for scale in (0.1, 80**-0.5, 192**-0.5):
+        q = query_factor_vectors(scale)
+        g.attend(f"factor-{scale:.4g}", "queries whose 13 bits change with the last bit of the float32 factor", "rounding_tie", keys_of(4, one_hot([1, 2, 3, 4, 5, 6, 7], 1, 1, 7, 8, exponent=8)), values_of(4, zeros(1, 1, 7, 8)), literal(q[None, None]), scale=scale, scores=True, quick=True)
     for dim in (88, 96, 112, 120, 160, 176, 200, 256, 320, 512):
         kv = sum4(dim, 1, 1, 98, dim, dtype="float16")
         g.attend(f"head-{dim}", "a head size of a known model", "odd_dim" if dim % 64 else "tile_boundary", keys_of(3, kv, seed=dim), values_of(2, kv, seed=dim), sum4(dim + 1, 1, 1, 1, dim, dtype="float16"))
