@@ -2,8 +2,8 @@
 
     python -m turboquant_vlm.conformance --backend reference --random 2000
 
-The oracle (``oracle_*.py``) was written from the contract alone and shares no code with ``reference/``. :func:`run_suite`
-compares a backend with it bit by bit.
+The oracle (``oracle_*.py``) was written from the contract alone and shares no code with ``reference/``.
+:func:`run_suite` compares a backend with it bit by bit.
 """
 
 from .compare import Difference, Words, compare

@@ -16,7 +16,8 @@ from .suite import UnknownGroup, group_names, run_suite, vectors
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m turboquant_vlm.conformance",
-        description="Compare a backend with the numerics contract, bit by bit. Exit code 0 if it agrees, 1 if not, 2 for a wrong argument.",
+        description="Compare a backend with the numerics contract, bit by bit. "
+        "Exit code 0 if it agrees, 1 if not, 2 for a wrong argument.",
     )
     p.add_argument("--backend", default="reference", help="a module of turboquant_vlm (default: reference)")
     p.add_argument("--device", choices=("cpu", "gpu"), help="MLX device (default: MLX's own)")
@@ -24,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="which stream of random cases (default: 0)")
     p.add_argument("--group", action="append", metavar="G", help="only this group; may be repeated")
     p.add_argument("--quick", action="store_true", help="a small subset of the vectors")
-    p.add_argument("--list", action="store_true", help="list groups, vectors and what each is for, and run nothing")
+    p.add_argument(
+        "--list", action="store_true", help="list groups, vectors and what each is for, and run nothing"
+    )
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     return p
 
@@ -39,10 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     unknown = set(args.group or ()) - set(group_names())
     if unknown:
-        print(f"--group must be one of {', '.join(group_names())}; got {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(
+            f"--group must be one of {', '.join(group_names())}; got {', '.join(sorted(unknown))}",
+            file=sys.stderr,
+        )
         return 2
     if args.random < 0 or not 0 <= args.seed < 2**63:
-        print(f"--random must be 0 or more and --seed 0 .. 2^63 - 1; got {args.random} and {args.seed}", file=sys.stderr)
+        print(
+            f"--random must be 0 or more and --seed 0 .. 2^63 - 1; got {args.random} and {args.seed}",
+            file=sys.stderr,
+        )
         return 2
     if args.list:
         list_vectors(args.group)

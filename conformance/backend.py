@@ -46,7 +46,8 @@ def load_backend(name: str) -> ModuleType:
         module = importlib.import_module(f"{package}.{name}")
     except ModuleNotFoundError as error:
         raise UnknownBackend(
-            f"backend must name a module of {package} with the functions of {package}.reference; got {name!r} ({error})"
+            f"backend must name a module of {package} with the functions of {package}.reference; "
+            f"got {name!r} ({error})"
         ) from error
     missing = [f for f in ("make_codec", "quantize", "append", "attend") if not hasattr(module, f)]
     if missing:
@@ -59,7 +60,11 @@ def to_mx(spec: Spec, values: Array | None = None) -> mx.array:
     values = load(spec) if values is None else values
     words, dtype = words_of(spec, values), _MX[spec["dtype"]]
     if spec["dtype"] in ("bool", "int8", "int16", "uint32"):
-        return mx.array(words.tolist(), dtype=dtype) if words.ndim == 0 else mx.array(words.astype(_numpy(spec["dtype"])))
+        return (
+            mx.array(words.tolist(), dtype=dtype)
+            if words.ndim == 0
+            else mx.array(words.astype(_numpy(spec["dtype"])))
+        )
     return mx.array(words).view(dtype)
 
 
@@ -83,7 +88,9 @@ def observe(case: Case, backend: Any) -> Arrays:
 
 
 def _codec(spec: dict[str, Any], backend: Any) -> Any:
-    return backend.make_codec(spec["dim"], spec["bits"], seed=spec.get("seed", 0), kind=spec.get("kind", "mse"))
+    return backend.make_codec(
+        spec["dim"], spec["bits"], seed=spec.get("seed", 0), kind=spec.get("kind", "mse")
+    )
 
 
 def _quantize(inputs: dict[str, Any], backend: Any) -> Arrays:
@@ -103,15 +110,24 @@ def _dequantize(inputs: dict[str, Any], backend: Any) -> Arrays:
     from turboquant_vlm.reference import Packed
 
     codec = _codec(inputs["codec"], backend)
-    arrays = {name: to_mx(inputs[name]) if inputs.get(name) is not None else None for name in _PACKED}
+    arrays: dict[str, Any] = {
+        name: to_mx(inputs[name]) if inputs.get(name) is not None else None for name in _PACKED
+    }
     packed = Packed(**arrays)
-    return {f"dequantized_{d}": from_mx(backend.dequantize(packed, codec, _MX[d])) for d in inputs["dequantize"]}
+    return {
+        f"dequantized_{d}": from_mx(backend.dequantize(packed, codec, _MX[d])) for d in inputs["dequantize"]
+    }
 
 
 def _build(spec: dict[str, Any], steps: list[list[Any]], backend: Any) -> Any:
     factors = None if spec.get("factors") is None else to_mx(spec["factors"])
     tokens = backend.empty_tokens(
-        _codec(spec["codec"], backend), spec["role"], spec["batch"], spec["heads"], _MX[spec["dtype"]], factors=factors
+        _codec(spec["codec"], backend),
+        spec["role"],
+        spec["batch"],
+        spec["heads"],
+        _MX[spec["dtype"]],
+        factors=factors,
     )
     data = to_mx(spec["data"])
     at = 0
@@ -188,7 +204,14 @@ def _attend(inputs: dict[str, Any], backend: Any) -> Arrays:
     sinks = None if inputs.get("sinks") is None else to_mx(inputs["sinks"])
     pads = inputs.get("left_padding")
     result = backend.attend(
-        q, keys, values, inputs["scale"], mask=mask, sinks=sinks, window=inputs.get("window"), left_padding=pads
+        q,
+        keys,
+        values,
+        inputs["scale"],
+        mask=mask,
+        sinks=sinks,
+        window=inputs.get("window"),
+        left_padding=pads,
     )
     out = {"output": from_mx(result)}
     if inputs.get("scores"):

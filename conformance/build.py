@@ -1,7 +1,8 @@
-"""Short ways to write a vector: specs, stores and cases as plain dictionaries (see :mod:`cases` for the schema)."""
+"""Short ways to write a vector: specs, stores and cases as plain dictionaries (schema: :mod:`cases`)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -15,7 +16,9 @@ from .oracle_numbers import Array, cast
 UNIT_SCALE = 0.6931471805599453
 
 
-def sum4(seed: int, *shape: int, dtype: str = "float32", exponent: int = 0, edits: list[Any] | None = None) -> Spec:
+def sum4(
+    seed: int, *shape: int, dtype: str = "float32", exponent: int = 0, edits: list[Any] | None = None
+) -> Spec:
     return _spec("sum4", dtype, shape, edits, seed=seed, exponent=exponent)
 
 
@@ -51,14 +54,14 @@ def literal(values: Any, dtype: str = "float32") -> Spec:
 
 
 def compact(values: Any, dtype: str = "float32") -> Spec:
-    """Like :func:`literal`, or as zeros with one edit per run of equal values along T, whichever is shorter."""
+    """Like :func:`literal`, or zeros with one edit per run of equal values along T if that is shorter."""
     a = np.asarray(values, np.float32)
     edits: list[Any] = []
     for lead in np.ndindex(*a.shape[:-2]):
         for d in range(a.shape[-1]):
             column = a[(*lead, slice(None), d)]
             edges = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
-            for start, stop in zip(edges, edges[1:], strict=False):
+            for start, stop in itertools.pairwise(edges):
                 if column[start] != 0:
                     edits.append(put(float(column[start]), *lead, [start, stop], d))
     sparse = zeros(*a.shape, dtype=dtype, edits=edits)
@@ -167,7 +170,9 @@ class Group:
         self.add(name, comment, flags, "attend", inputs, quick)
 
 
-def store(role: str, bits: int, data: Spec, seed: int = 0, kind: str = "mse", factors: Spec | None = None) -> dict[str, Any]:
+def store(
+    role: str, bits: int, data: Spec, seed: int = 0, kind: str = "mse", factors: Spec | None = None
+) -> dict[str, Any]:
     """A store whose batch, heads, dtype and head size are those of ``data`` [B, H, columns, D]."""
     batch, heads, _, dim = data["shape"]
     return {

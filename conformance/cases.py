@@ -1,18 +1,23 @@
 """A case: one call sequence of the public functions, evaluated by the oracle and by a backend.
 
-A case is a JSON object with ``id``, ``group``, ``comment``, ``flags``, ``op`` and ``inputs``; a vector adds ``expected``. Every op
-has the same inputs for both sides and yields named arrays of words (:class:`compare.Words`), so comparing is one loop.
+A case is a JSON object with ``id``, ``group``, ``comment``, ``flags``, ``op`` and ``inputs``; a vector adds
+``expected``. Every op has the same inputs for both sides and yields named arrays of words
+(:class:`compare.Words`), so comparing is one loop.
 
 Ops and their inputs (array specs: see :mod:`inputs`; a codec is ``{"dim", "bits", "seed", "kind"}``):
 
 - ``quantize``: codec, x [..., T, D], base, factors or null, dequantize: dtypes to dequantize to.
-- ``dequantize``: codec, words, scales and optionally base, base_exponent, factors, sign_words, sign_scales; dequantize.
-- ``tokens``: store (codec, role, dtype, batch, heads, factors, data [B, H, columns, D]), steps; plain: a dtype or null.
-- ``attend``: keys and values (stores), steps, q, scale, mask, sinks, window, left_padding, scores (whether to ask for them).
+- ``dequantize``: codec, words, scales and optionally base, base_exponent, factors, sign_words, sign_scales;
+  dequantize.
+- ``tokens``: store (codec, role, dtype, batch, heads, factors, data [B, H, columns, D]), steps; plain: a
+  dtype or null.
+- ``attend``: keys and values (stores), steps, q, scale, mask, sinks, window, left_padding, scores (whether to
+  ask for them).
 - ``error``: call and its arguments; expected is the exception's type and the words its message must hold.
 - ``supported``: dims; the ones that ``supported_dim`` accepts.
 
-A step is ``["append", columns, counts or null]``, which takes the next columns of ``data``, or ``["trim", n or list]``.
+A step is ``["append", columns, counts or null]``, which takes the next columns of ``data``, or ``["trim", n
+or list]``.
 """
 
 from __future__ import annotations
@@ -24,7 +29,18 @@ import numpy as np
 from .compare import Words
 from .inputs import load
 from .oracle_attention import Mask, attend, broadcast_mask, scores
-from .oracle_codec import TILE, Base, Codes, OracleCodec, decode, encode, pack, tile_zero_factors, unpack
+from .oracle_codec import (
+    TILE,
+    Base,
+    Codes,
+    OracleCodec,
+    decode,
+    encode,
+    pack,
+    tile_zero_factors,
+    unpack,
+    word_count,
+)
 from .oracle_numbers import Array, cast
 from .oracle_rotation import split_order
 from .oracle_tokens import FIRST, OracleTokens
@@ -33,10 +49,52 @@ Case = dict[str, Any]
 Arrays = dict[str, Words]
 
 FLAGS = frozenset(
-    "zero_vector boundary_tie one_hot word_spill tail_tile left_padding sink all_masked_row huge_norm tiny_norm non_finite "
-    "odd_dim saturated_scale subnormal_scale additive_mask bool_mask causal low_rank_mask rank5_mask window gqa ragged trim "
-    "deep_trim prod int8 dead_channel outlier_channel constant_key first_tokens tile_boundary split_tree equal_logits "
-    "mixed_widths mixed_dims chunking given_factors rounding_tie overflow error seed long all_padding dtype_cast".split()
+    [
+        "zero_vector",
+        "boundary_tie",
+        "one_hot",
+        "word_spill",
+        "tail_tile",
+        "left_padding",
+        "sink",
+        "all_masked_row",
+        "huge_norm",
+        "tiny_norm",
+        "non_finite",
+        "odd_dim",
+        "saturated_scale",
+        "subnormal_scale",
+        "additive_mask",
+        "bool_mask",
+        "causal",
+        "low_rank_mask",
+        "rank5_mask",
+        "window",
+        "gqa",
+        "ragged",
+        "trim",
+        "deep_trim",
+        "prod",
+        "int8",
+        "dead_channel",
+        "outlier_channel",
+        "constant_key",
+        "first_tokens",
+        "tile_boundary",
+        "split_tree",
+        "equal_logits",
+        "mixed_widths",
+        "mixed_dims",
+        "chunking",
+        "given_factors",
+        "rounding_tie",
+        "overflow",
+        "error",
+        "seed",
+        "long",
+        "all_padding",
+        "dtype_cast",
+    ]
 )
 
 
@@ -49,7 +107,7 @@ def evaluate(case: Case) -> Arrays:
     return _OPS[case["op"]](case["inputs"])
 
 
-# ---- quantize and dequantize ------------------------------------------------------------------------------------------
+# ---- quantize and dequantize ---------------------------------------------------------------------
 
 
 def _quantize(inputs: dict[str, Any]) -> Arrays:
@@ -87,7 +145,9 @@ def _stack_codes(codec: OracleCodec, coded: list[Codes], lead: tuple[int, ...]) 
     if codec.kind == "prod":
         extra = np.stack([pack(c.c2, codec.dim, 1) for c in coded if c.c2 is not None])
         out["sign_words"] = Words.of("uint32", extra.reshape(*lead, extra.shape[-1]))
-        out["sign_scales"] = Words.of("float16", np.stack([c.scale2 for c in coded if c.scale2 is not None]).reshape(lead))
+        out["sign_scales"] = Words.of(
+            "float16", np.stack([c.scale2 for c in coded if c.scale2 is not None]).reshape(lead)
+        )
     return out
 
 
@@ -120,13 +180,15 @@ def _dequantize(inputs: dict[str, Any]) -> Arrays:
     return {f"dequantized_{dtype}": Words.of(dtype, cast(x, dtype)) for dtype in inputs["dequantize"]}
 
 
-# ---- tokens and attention ---------------------------------------------------------------------------------------------
+# ---- tokens and attention ------------------------------------------------------------------------
 
 
 def build_store(spec: dict[str, Any], steps: list[list[Any]]) -> OracleTokens:
     """The oracle's tokens after ``steps``."""
     factors = None if spec.get("factors") is None else load(spec["factors"])
-    store = OracleTokens(oracle_codec(spec["codec"]), spec["role"], spec["batch"], spec["heads"], spec["dtype"], factors)
+    store = OracleTokens(
+        oracle_codec(spec["codec"]), spec["role"], spec["batch"], spec["heads"], spec["dtype"], factors
+    )
     data = load(spec["data"])
     at = 0
     for step in steps:
@@ -139,7 +201,7 @@ def build_store(spec: dict[str, Any], steps: list[list[Any]]) -> OracleTokens:
 
 
 def store_arrays(store: OracleTokens, prefix: str) -> Arrays:
-    """Every array of a store that the contract pins; entries beyond a row are zero on both sides of a comparison."""
+    """Every array of a store that the contract pins, with zeros beyond each row."""
     codec, batch, heads = store.codec, store.batch, store.heads
     tiles = max((len(r.tiles) for row in store.rows for r in row), default=0)
     width = max(recent_width(store, b) for b in range(batch))
@@ -151,11 +213,10 @@ def store_arrays(store: OracleTokens, prefix: str) -> Arrays:
     }
     if tiles:
         shape = (batch, heads, tiles, TILE)
-        sample = pack(np.full((1, codec.dim), 127), codec.dim, codec.code_bits).shape[-1]
-        out["words"] = ("uint32", np.zeros((*shape, sample), np.int64))
+        out["words"] = ("uint32", np.zeros((*shape, word_count(codec.dim, codec.code_bits)), np.int64))
         out["scales"] = ("float16", np.zeros(shape, np.int64))
         if codec.kind == "prod":
-            out["sign_words"] = ("uint32", np.zeros((*shape, -(-(-(-codec.dim // 8)) // 4)), np.int64))
+            out["sign_words"] = ("uint32", np.zeros((*shape, word_count(codec.dim, 1)), np.int64))
             out["sign_scales"] = ("float16", np.zeros(shape, np.int64))
         if store.role == "key":
             out["base"] = ("int16", np.zeros((*shape[:3], codec.dim), np.int64))
@@ -228,7 +289,9 @@ def _error(inputs: dict[str, Any]) -> Arrays:
 
 
 def _supported(inputs: dict[str, Any]) -> Arrays:
-    return {"supported": Words.of("int32", np.array([int(split_order(d) is not None) for d in inputs["dims"]]))}
+    return {
+        "supported": Words.of("int32", np.array([int(split_order(d) is not None) for d in inputs["dims"]]))
+    }
 
 
 _OPS = {

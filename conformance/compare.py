@@ -1,7 +1,7 @@
 """Bitwise comparison of arrays, and what to say about the first difference.
 
-Two arrays are equal when dtype, shape and every word are equal, except that all NaNs of one float dtype count as one value.
-+0 and -0 are different words and therefore different.
+Two arrays are equal when dtype, shape and every word are equal, except that all NaNs of one float dtype count
+as one value. +0 and -0 are different words and therefore different.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 @dataclass(frozen=True)
 class Words:
-    """An array as raw words: ``dtype`` names what they mean, ``words`` is uint8, uint16 or uint32 of any shape."""
+    """An array as raw words: ``words`` is uint8, uint16 or uint32, ``dtype`` what they mean."""
 
     dtype: str
     words: Array
@@ -53,7 +53,9 @@ class Words:
         if self.dtype in _INFINITY:
             return float(widen(np.array([word]), self.dtype)[0])
         bits = WORD_BITS[self.dtype]
-        signed = int(word) - (1 << bits) if self.dtype.startswith("int") and int(word) >> (bits - 1) else int(word)
+        signed = (
+            int(word) - (1 << bits) if self.dtype.startswith("int") and int(word) >> (bits - 1) else int(word)
+        )
         return signed
 
     def hex(self) -> str:
@@ -93,7 +95,8 @@ class Difference:
     def __str__(self) -> str:
         if self.index is None:
             return f"{self.name}: {self.reason}"
-        return f"{self.name}[{', '.join(map(str, self.index))}]: {self.reason}; {self.count} of {self.total} elements differ"
+        where = f"{self.name}[{', '.join(map(str, self.index))}]"
+        return f"{where}: {self.reason}; {self.count} of {self.total} elements differ"
 
 
 def _canonical(a: Words) -> Array:
@@ -120,4 +123,6 @@ def compare(name: str, expected: Words, got: Words) -> Difference | None:
     def show(a: Words) -> str:
         return f"0x{int(a.words[index]):0{digits}x} ({a.value(index)!r})"
 
-    return Difference(name, f"expected {show(expected)}, got {show(got)}", index, int(differs.sum()), differs.size)
+    return Difference(
+        name, f"expected {show(expected)}, got {show(got)}", index, int(differs.sum()), differs.size
+    )

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import vectors_attend, vectors_cache, vectors_codec
+from . import vectors_attend, vectors_batch, vectors_codec, vectors_masks, vectors_stages, vectors_tokens
 from .build import Group
 from .cases import Case, evaluate
 
@@ -20,7 +20,8 @@ CONTRACT = 1
 
 def groups() -> list[Group]:
     """All groups of vectors, without their expected arrays."""
-    return [make() for make in (*vectors_codec.GROUPS, *vectors_attend.GROUPS, *vectors_cache.GROUPS)]
+    modules = (vectors_codec, vectors_stages, vectors_attend, vectors_masks, vectors_tokens, vectors_batch)
+    return [make() for module in modules for make in module.GROUPS]
 
 
 def expected(case: Case) -> dict[str, Any]:

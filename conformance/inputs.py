@@ -1,20 +1,24 @@
 """Input arrays of vectors: pinned generators and hex words, independent of any library's random numbers.
 
-An array spec is a JSON object with ``shape``, ``dtype`` ("float16", "bfloat16", "float32", "int8", "int16", "uint32" or
-"bool") and either
+An array spec is a JSON object with ``shape``, ``dtype`` ("float16", "bfloat16", "float32", "int8", "int16",
+"uint32" or "bool") and either
 
 - ``hex``: the words, row-major, each as 2, 4 or 8 hex digits (bool: one digit), or
-- ``generator``, one of the following, where word i is word i (row-major) of splitmix64 (section 3.4) from state ``seed``:
+- ``generator``, one of the following, where word i is word i (row-major) of splitmix64 (section 3.4) from
+  state ``seed``:
   - ``"zeros"``;
-  - ``"sum4"``: (sum of the four 16-bit fields of the word - 131070) 2^(exponent - 15), close to a Gaussian of deviation 1.15;
+  - ``"sum4"``: (sum of the four 16-bit fields of the word - 131070) 2^(exponent - 15), close to a Gaussian of
+    deviation 1.15;
   - ``"integers"``: (low + word mod (high - low + 1)) 2^exponent;
-  - ``"one_hot"``: row t of [..., T, D] is 2^exponent at coordinate positions[t mod len(positions)], else 0; no seed;
-  - ``"patterns"``: the low bits of the word as a bit pattern of the dtype; where that would be NaN or infinite, the top
-    exponent bit is cleared;
+  - ``"one_hot"``: row t of [..., T, D] is 2^exponent at coordinate positions[t mod len(positions)], else 0;
+    no seed;
+  - ``"patterns"``: the low bits of the word as a bit pattern of the dtype; where that would be NaN or
+    infinite, the top exponent bit is cleared;
 
-then ``edits``, a list applied in order, in float32: ``{"index": [...], "op": "set" | "add" | "scale", "value": v}``. An index
-entry is an integer, ``[start, stop]`` or null (all). "scale" multiplies by 2^value. v may be "nan", "inf" or "-inf". At the
-end float32 is rounded to the dtype (nearest, halves to even); for bool every non-zero value is true.
+then ``edits``, a list applied in order, in float32: ``{"index": [...], "op": "set" | "add" | "scale",
+"value": v}``. An index entry is an integer, ``[start, stop]`` or null (all). "scale" multiplies by 2^value. v
+may be "nan", "inf" or "-inf". At the end float32 is rounded to the dtype (nearest, halves to even); for bool
+every non-zero value is true.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ def load(spec: Spec) -> Array:
         return _from_hex(spec["hex"], dtype, shape)
     values = _generate(spec, prod(shape)).reshape(shape)
     for edit in spec.get("edits", ()):
-        where = tuple(slice(None) if i is None else slice(*i) if isinstance(i, list) else i for i in edit["index"])
+        where = tuple(
+            slice(None) if i is None else slice(*i) if isinstance(i, list) else i for i in edit["index"]
+        )
         amount = edit["value"]
         with np.errstate(over="ignore", invalid="ignore"):
             if edit["op"] == "set":
@@ -67,13 +73,17 @@ def load(spec: Spec) -> Array:
 
 def _from_hex(text: str, dtype: str, shape: tuple[int, ...]) -> Array:
     digits = 1 if dtype == "bool" else WORD_BITS[dtype] // 4
-    words = np.array([int(text[i : i + digits], 16) for i in range(0, len(text), digits)], np.int64).reshape(shape)
+    words = np.array([int(text[i : i + digits], 16) for i in range(0, len(text), digits)], np.int64).reshape(
+        shape
+    )
     if dtype == "bool":
         return words != 0
     if dtype in DTYPES:
         return widen(words.astype(np.uint32 if dtype == "float32" else np.uint16), dtype)
     bits = WORD_BITS[dtype]
-    return np.where(words >> (bits - 1) == 1, words - (1 << bits), words) if dtype.startswith("int") else words
+    return (
+        np.where(words >> (bits - 1) == 1, words - (1 << bits), words) if dtype.startswith("int") else words
+    )
 
 
 def _generate(spec: Spec, count: int) -> Array:

@@ -1,7 +1,7 @@
 """Logits, weights, sums, merge and output: sections 2 (what is allowed), 4 and 5.
 
-For one row and one kv head all its query heads and queries are handled together as R query rows; a tile axis of 64 tokens
-is then an ordinary array axis and every step of section 5 is written once for all tiles.
+For one row and one kv head all its query heads and queries are handled together as R query rows; a tile axis
+of 64 tokens is then an ordinary array axis and every step of section 5 is written once for all tiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Mask:
     values: Array | None = None
 
 
-def broadcast_mask(values: Array, batch: int, kv_heads: int, q_heads: int, length: int, columns: int) -> Array:
+def broadcast_mask(
+    values: Array, batch: int, kv_heads: int, q_heads: int, length: int, columns: int
+) -> Array:
     """A mask array of rank 0 to 5 as [B, Hq, L, columns] (section 2)."""
     if values.ndim == 5:
         full = np.broadcast_to(values, (batch, kv_heads, q_heads // kv_heads, length, columns))
@@ -73,7 +75,9 @@ def attention_factor(scale: float) -> np.float32:
     return a
 
 
-def row_logits(q: Array, row: Row, keys: OracleTokens, a: np.float32, mask: Array | None, kind: str, window: int | None) -> Logits:
+def row_logits(
+    q: Array, row: Row, keys: OracleTokens, a: np.float32, mask: Array | None, kind: str, window: int | None
+) -> Logits:
     """Sections 2 and 4 for queries ``q`` [G, L, D] float32 of one kv head; ``mask`` [G, L, n] or None."""
     groups, length, dim = q.shape
     n = len(row.raw)
@@ -140,7 +144,7 @@ def _packed_logits(big: Array, e_q: Array, row: Row, keys: OracleTokens) -> tupl
     return clamp28(f), np.broadcast_to(bad, f.shape)
 
 
-# ---- weights, sums, merge (5) -----------------------------------------------------------------------------------------
+# ---- weights, sums, merge (5) --------------------------------------------------------------------
 
 
 def weight(delta: Array) -> Array:
@@ -205,7 +209,7 @@ def tile_sums(logits: Logits, values: OracleTokens, row: Row) -> tuple[list[Sum]
     allowed = _pad_tiles(logits.allowed, False)
     packed = _pad_tiles(logits.packed, False)
     rows, tiles, _ = f.shape
-    some = allowed.any(axis=2)
+    some = np.asarray(allowed.any(axis=2))
     top = (np.where(allowed, f, -(1 << 40)).max(axis=2) + 4095) >> 12
     p = np.where(allowed, weight(np.where(allowed, top[..., None] * 4096 - f, 0)), 0)
     den_sum = p.sum(axis=2)
@@ -242,7 +246,8 @@ def tile_sums(logits: Logits, values: OracleTokens, row: Row) -> tuple[list[Sum]
 
 def _where(real: Array, a: Array, x: Array) -> Sum:
     return Sum(
-        np.where(real[:, None], a, np.float32(0)).astype(np.float32), np.where(real, x, IDENTITY_EXPONENT).astype(np.int64)
+        np.where(real[:, None], a, np.float32(0)).astype(np.float32),
+        np.where(real, x, IDENTITY_EXPONENT).astype(np.int64),
     )
 
 
@@ -255,7 +260,8 @@ def finish(p: Sum, r: Sum, n: Sum, values: OracleTokens) -> Array:
     left = _where(~nothing, f32(o_int), p.x + g - 26 - codec.kappa)
     total = merge(left, Sum(r.a, r.x - 26))
     y = divide32(total.a, np.broadcast_to(n.a, total.a.shape))
-    # Limiting the power keeps float64 finite and nonzero; beyond the limits the result is zero or infinity anyway.
+    # Limiting the power keeps float64 finite and nonzero; beyond the limits the result is zero or infinity
+    # anyway.
     k = np.clip(total.x - n.x, -400, 400).astype(np.int32)[:, None]
     wide = np.ldexp(y.astype(np.float64), k)
     wide = np.where(np.abs(wide) < 2.0**-100, 0.0, wide)
@@ -273,7 +279,7 @@ def sink_sum(sink: Array) -> tuple[Sum, Array]:
     return _where(use, f32(weight(e * 4096 - f))[:, None], e), nan
 
 
-# ---- the two public functions -----------------------------------------------------------------------------------------
+# ---- the two public functions --------------------------------------------------------------------
 
 
 def _row_mask(mask: Mask, b: int, heads: slice, pad: int, n: int) -> Array | None:
@@ -281,7 +287,12 @@ def _row_mask(mask: Mask, b: int, heads: slice, pad: int, n: int) -> Array | Non
 
 
 def scores(
-    q: Array, keys: OracleTokens, scale: float, mask: Mask, left_padding: list[int] | None = None, window: int | None = None
+    q: Array,
+    keys: OracleTokens,
+    scale: float,
+    mask: Mask,
+    left_padding: list[int] | None = None,
+    window: int | None = None,
 ) -> Array:
     """int32 [B, Hq, L, max n] of section 4; ``q`` [B, Hq, L, D] float32."""
     batch, q_heads, length, _ = q.shape
@@ -293,7 +304,9 @@ def scores(
         pad = 0 if left_padding is None else left_padding[b]
         for h in range(keys.heads):
             heads = slice(h * per, (h + 1) * per)
-            got = row_logits(q[b, heads], keys.rows[b][h], keys, a, _row_mask(mask, b, heads, pad, n), mask.kind, window)
+            got = row_logits(
+                q[b, heads], keys.rows[b][h], keys, a, _row_mask(mask, b, heads, pad, n), mask.kind, window
+            )
             f = np.where(got.poison | got.bad_query[:, None], POISON, got.f)
             out[b, heads, :, :n] = np.where(got.allowed, f, NOT_ALLOWED).reshape(per, length, n)
     return out.astype(np.int32)
@@ -321,17 +334,23 @@ def attend(
         pad = 0 if left_padding is None else left_padding[b]
         for h in range(keys.heads):
             heads = slice(h * per, (h + 1) * per)
-            got = row_logits(q[b, heads], keys.rows[b][h], keys, a, _row_mask(mask, b, heads, pad, n), mask.kind, window)
+            got = row_logits(
+                q[b, heads], keys.rows[b][h], keys, a, _row_mask(mask, b, heads, pad, n), mask.kind, window
+            )
             row = values.rows[b][h]
             rows = per * length
             p_tiles, r_tiles, n_tiles = tile_sums(got, values, row)
             den = merge_tiles(n_tiles, rows, 1)
-            bad = got.bad_query | got.poison.any(axis=1) | (got.allowed & _bad_values(row, got.packed)).any(axis=1)
+            bad = (
+                got.bad_query
+                | got.poison.any(axis=1)
+                | (got.allowed & _bad_values(row, got.packed)).any(axis=1)
+            )
             if sinks is not None:
                 extra, nan = sink_sum(np.repeat(sinks[heads], length))
                 den = merge(den, extra)
                 bad = bad | nan
-            some = got.allowed.any(axis=1)
+            some = np.asarray(got.allowed.any(axis=1))
             den.a = np.where(some[:, None], den.a, np.float32(1))
             y = finish(merge_tiles(p_tiles, rows, width), merge_tiles(r_tiles, rows, width), den, values)
             y = np.where(bad[:, None], np.float32(np.nan), y)

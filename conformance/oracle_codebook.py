@@ -1,13 +1,14 @@
 """Lloyd-Max codebooks of section 3.5, solved here from the density alone.
 
-The density of one coordinate of a random point on the sphere of radius sqrt(D) is log-concave for D > 3, so the Lloyd-Max
-condition (each centroid is the mean of its cell, each cell ends half way between centroids) has one solution. It is found
-by Newton's method; the mean of a cell is a closed form over a regularised incomplete beta function.
+The density of one coordinate of a random point on the sphere of radius sqrt(D) is log-concave for D > 3, so
+the Lloyd-Max condition (each centroid is the mean of its cell, each cell ends half way between centroids) has
+one solution. It is found by Newton's method; the mean of a cell is a closed form over a regularised
+incomplete beta function.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from scipy.special import betainc, betaincc, betaln
@@ -16,7 +17,7 @@ from .oracle_numbers import Array
 
 
 def _tail_moments(t: Array, dim: int) -> tuple[Array, Array, Array]:
-    """Probability and first moment of the half density on (t, sqrt(D)), and the half density at t (all per unit mass)."""
+    """Mass and first moment of the half density beyond t, and the half density at t (its whole mass is 1)."""
     z = np.clip(t * t / dim, 0.0, 1.0)
     half = (dim - 1) / 2.0
     log_norm = np.log(2.0) - betaln(0.5, half) - 0.5 * np.log(dim)
@@ -30,7 +31,7 @@ def _tail_moments(t: Array, dim: int) -> tuple[Array, Array, Array]:
     return tail, moment, density
 
 
-@lru_cache(maxsize=None)
+@cache
 def lloyd_max(dim: int, bits: int) -> tuple[float, ...]:
     """The 2**(bits-1) positive centroids, ascending, to about 1e-13."""
     count = 1 << (bits - 1)
@@ -64,7 +65,7 @@ def lloyd_max(dim: int, bits: int) -> tuple[float, ...]:
     return tuple(float(v) for v in x)
 
 
-@lru_cache(maxsize=None)
+@cache
 def codebook(dim: int, bits: int) -> tuple[tuple[int, ...], int]:
     """``(c_0 < ... < c_(2**bits - 1), K)`` of section 3.5 for bits 1..6."""
     half = lloyd_max(dim, bits)

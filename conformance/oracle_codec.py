@@ -1,11 +1,12 @@
 """Codes, scales, packing, `prod` and dequantization: sections 3.2 to 3.8 and 6, on int64 NumPy arrays.
 
-Vectors are rows of ``[T, D]`` here; callers loop over rows and heads. Nothing is packed except for comparison: the other
-oracle modules work on centroids.
+Vectors are rows of ``[T, D]`` here; callers loop over rows and heads. Nothing is packed except for
+comparison: the other oracle modules work on centroids.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ class OracleCodec:
 
 @dataclass
 class Codes:
-    """Coded vectors: centroids ``c`` [T, D], fp16 scale bits [T]; for `prod` also ``c2`` and its scale bits."""
+    """Coded vectors: centroids ``c`` [T, D], fp16 scale bits [T]; `prod` adds ``c2`` and its scale."""
 
     c: Array
     scale: Array
@@ -181,13 +182,13 @@ def quantize_rotated(y: Array, s: Array, dim: int, bits: int) -> Array:
     root = np.array([math.isqrt(int(v) << 16) for v in s], np.int64)
     rho = (root * k) >> 12
     index = np.zeros(y.shape, np.int64)
-    for low, high in zip(levels[:-1], levels[1:], strict=True):
+    for low, high in itertools.pairwise(levels):
         theta = ((low + high) * rho) >> 16
         index += y > theta[:, None]
     return np.array(levels, np.int64)[index]
 
 
-# ---- packing (3.7) ----------------------------------------------------------------------------------------------------
+# ---- packing (3.7) -------------------------------------------------------------------------------
 
 
 def word_count(dim: int, bits: int) -> int:
@@ -270,7 +271,7 @@ def unpack(words: Array, dim: int, bits: int) -> Array:
     return np.where(codes >> (bits - 1) == 1, -magnitudes[rank], magnitudes[rank])
 
 
-# ---- dequantize (6) ---------------------------------------------------------------------------------------------------
+# ---- dequantize (6) ------------------------------------------------------------------------------
 
 
 def decode(codes: Codes, codec: OracleCodec, base: Base | None, factors: Array | None) -> Array:
@@ -291,4 +292,3 @@ def decode(codes: Codes, codec: OracleCodec, base: Base | None, factors: Array |
     if codes.scale2 is not None:
         bad = bad | ((codes.scale2 & 0x7FFF) > 0x7C00)
     return np.where(bad[:, None], np.float32(np.nan), x).astype(np.float32)
-

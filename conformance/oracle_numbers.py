@@ -1,8 +1,9 @@
 """Exact arithmetic of the contract: rounding, snapping and the two float formats (sections 1, 3.1 and 3.6).
 
-Everything is done on integers: a float32 is taken apart into ``mantissa * 2**exponent`` and rounded by shifts, so that no
-result leans on a device's rounding of anything but one float32 addition or multiplication, which IEEE 754 pins.
-Arrays are NumPy ``int64`` unless said otherwise; the last axis of a vector array is the coordinate.
+Everything is done on integers: a float32 is taken apart into ``mantissa * 2**exponent`` and rounded by
+shifts, so that no result leans on a device's rounding of anything but one float32 addition or multiplication,
+which IEEE 754 pins. Arrays are NumPy ``int64`` unless said otherwise; the last axis of a vector array is the
+coordinate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def round_shift(m: Array, k: Array | int) -> Array:
 
 
 def split_float(x: Array) -> tuple[Array, Array]:
-    """Finite float32 ``x`` as int64 ``(m, e)`` with ``x = m 2**e`` exactly and |m| < 2**24; zero is ``(0, e)``."""
+    """Finite float32 ``x`` as int64 ``(m, e)`` with ``x = m 2**e`` exactly and |m| < 2**24."""
     fraction, e = np.frexp(np.asarray(x, np.float32).astype(np.float64))
     m = np.ldexp(fraction, 24).astype(np.int64)
     return m, e.astype(np.int64) - 24
@@ -63,7 +64,8 @@ def exact_matmul(a: Array, b: Array) -> Array:
     left, right = a.astype(np.float64), b.astype(np.float64)
     if a.ndim != 2:
         return np.matmul(left, right).astype(np.int64)
-    # Blocks below a BLAS's threading threshold: waiting for threads on busy cores costs far more than it gains here.
+    # Blocks below a BLAS's threading threshold: waiting for threads on busy cores costs far more than it
+    # gains here.
     rows = max(1, (1 << 18) // right.size)
     blocks = [left[i : i + rows] @ right for i in range(0, len(left), rows)]
     return np.concatenate(blocks).astype(np.int64)
@@ -88,7 +90,7 @@ def snap_integers(v: Array, n: int, k: Array | int = 0) -> tuple[Array, Array]:
 def snap_floats(x: Array, n: int) -> tuple[Array, Array, Array]:
     """``snap_n`` (3.1) of float32 vectors: ``(X, e, non_finite)``."""
     x = np.asarray(x, np.float32)
-    bad = ~np.isfinite(x).all(axis=-1)
+    bad: Array = ~np.asarray(np.isfinite(x).all(axis=-1))
     safe = np.where(bad[..., None], np.float32(0), x)
     m, e_each = split_float(safe)
     biggest = np.abs(safe).max(axis=-1).astype(np.float64)
@@ -115,7 +117,7 @@ def clamp28(x: Array) -> Array:
 
 
 def rint_clamp28(y: Array, k: Array | int) -> Array:
-    """``clamp28(rint(y 2**k))`` of float32 ``y``, exact; infinities count as the clamp, NaN must be handled by the caller."""
+    """``clamp28(rint(y 2**k))`` of float32 ``y``, exact; infinities count as the clamp, NaN as zero."""
     y = np.asarray(y, np.float32)
     m, e = split_float(np.where(np.isfinite(y), y, np.float32(0)))
     t = e + k
@@ -142,7 +144,7 @@ def halves(q: Array) -> tuple[Array, Array]:
 
 
 def fp16_from_ratio(num: int, den: int, k: int) -> int:
-    """Bits of the fp16 nearest (halves to even) to ``num / den * 2**k`` with num >= 0, den > 0; above 65504 it is 65504 (3.6)."""
+    """Bits of the fp16 nearest to ``num / den * 2**k`` (3.6), num >= 0 < den; above 65504 it is 65504."""
     if num == 0:
         return 0
     if k >= 0:
@@ -170,19 +172,22 @@ def fp16_value(bits: Array) -> Array:
 
 
 def divide32(o: Array, n: Array) -> Array:
-    """``RN32(o / n)`` by integer division with a sticky bit, for finite float32 with n > 0; a zero o gives +0."""
+    """``RN32(o / n)`` by integer division with a sticky bit, for finite o and n > 0; o = 0 gives +0."""
     mo, eo = split_float(o)
     mn, en = split_float(n)
-    # 62 bits of numerator over 24 bits leave at least 38 bits of quotient, more than the 24 + 2 rounding needs.
+    # 62 bits of numerator over 24 bits leave at least 38 bits of quotient, more than the 24 + 2 rounding
+    # needs.
     top = np.abs(mo) << 38
     q = top // mn
     q = q | (top - q * mn != 0)
-    value = np.ldexp(q.astype(np.float64).astype(np.float32), (eo - en - 38).astype(np.int32)).astype(np.float32)
+    value = np.ldexp(q.astype(np.float64).astype(np.float32), (eo - en - 38).astype(np.int32)).astype(
+        np.float32
+    )
     return np.where(mo < 0, -value, value)
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """float32 to the words of ``dtype`` (uint16 or uint32), nearest, halves to even, every NaN the quiet one."""
+    """float32 to the words of ``dtype`` (uint16 or uint32), nearest, halves to even; NaN is quiet."""
     x = np.asarray(x, np.float32)
     if dtype == "float32":
         return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).astype(np.uint32)
@@ -218,7 +223,8 @@ def _table(root: int) -> Array:
     out = []
     for h in range(64):
         n = round(4096 * 2.0 ** (-h / root))
-        # n is nearest to x = 2**12 2**(-h/root) when (2n-1)**root < (2x)**root = 2**(13 root - h) < (2n+1)**root.
+        # n is nearest to x = 2**12 2**(-h/root) when (2n-1)**root < (2x)**root = 2**(13 root - h) <
+        # (2n+1)**root.
         middle = 1 << (13 * root - h)
         assert (2 * n - 1) ** root < middle < (2 * n + 1) ** root
         out.append(n)

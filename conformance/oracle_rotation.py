@@ -1,12 +1,15 @@
-"""Hadamard matrices, signs and the rotation ``Y = H (s * Z)`` of section 3.4, built entry by entry from the text."""
+"""Hadamard matrices, signs and the rotation ``Y = H (s * Z)`` of section 3.4, entry by entry."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 from .oracle_numbers import Array, exact_matmul
+
+Element = tuple[int, int]
 
 CORES = (1, 12, 20, 28, 36, 44, 52, 60, 68, 84, 100)
 PALEY_ONE = (12, 20, 44, 60, 68, 84)
@@ -28,7 +31,7 @@ def split_order(dim: int) -> tuple[int, int] | None:
 SUPPORTED_DIMS = tuple(d for d in range(1, 1025) if split_order(d))
 
 
-@lru_cache(maxsize=None)
+@cache
 def hadamard(dim: int) -> Array:
     """H of order ``dim``, int64 [dim, dim] with entries +-1. Raises ValueError for an unsupported order."""
     split = split_order(dim)
@@ -73,8 +76,8 @@ def _paley_two(m: int) -> Array:
     return np.kron(c, on) + np.kron(np.eye(q + 1, dtype=np.int64), off)
 
 
-def _field(q: int):  # type: ignore[no-untyped-def]
-    """Differences of the numbered elements of GF(q), and the set of non-zero squares, as pairs (u, v) for u + v w."""
+def _field(q: int) -> tuple[Callable[[int, int], Element], set[Element]]:
+    """x_i - x_j of GF(q) and the set of its non-zero squares, as pairs (u, v) for u + v w."""
     if q in (13, 17):
         return (lambda i, j: ((i - j) % q, 0)), {(x * x % q, 0) for x in range(1, q)}
     p, w2 = {25: (5, 2), 49: (7, 3)}[q]
@@ -83,7 +86,9 @@ def _field(q: int):  # type: ignore[no-untyped-def]
         return (i % p - j % p) % p, (i // p - j // p) % p
 
     # (u + v w)^2 = u^2 + v^2 w^2 + 2 u v w.
-    squares = {((u * u + v * v * w2) % p, 2 * u * v % p) for u in range(p) for v in range(p) if (u, v) != (0, 0)}
+    squares = {
+        ((u * u + v * v * w2) % p, 2 * u * v % p) for u in range(p) for v in range(p) if (u, v) != (0, 0)
+    }
     return difference, squares
 
 
@@ -95,7 +100,7 @@ def splitmix64(state: int, w: int) -> int:
     return z ^ (z >> 31)
 
 
-@lru_cache(maxsize=None)
+@cache
 def signs(dim: int, seed: int, stream: int = 0) -> Array:
     """``s`` of section 3.4, int64 [dim] of +-1."""
     state = (seed << 32) + (stream << 16) + dim

@@ -1,7 +1,7 @@
 """What a cache of tokens holds (section 2): raw tokens, packed tiles, and what append and trim do to them.
 
-The oracle keeps every raw token of a row. It only remembers from which position on a real cache would still hold them, to
-know which ones a deep trim replaces by dequantized tokens.
+The oracle keeps every raw token of a row. It only remembers from which position on a real cache would still
+hold them, to know which ones a deep trim replaces by dequantized tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Tile:
 class Row:
     """One row and head: raw tokens [n, D] float32, its packed tiles, its factors once they are fixed.
 
-    Raw tokens from ``held_from`` on are surely held by a cache; in a ragged batch, whose ring has as many columns as its
-    longest chunk asks for, some from ``maybe_held_from`` on may be.
+    Raw tokens from ``held_from`` on are surely held by a cache; in a ragged batch, whose ring has as many
+    columns as its longest chunk asks for, some from ``maybe_held_from`` on may be.
     """
 
     raw: Array
@@ -61,14 +61,18 @@ class OracleTokens:
         self.lengths = [0] * batch
         self.rows = [
             [
-                Row(np.zeros((0, codec.dim), np.float32), [], None if factors is None else factors[b, h].astype(np.int64))
+                Row(
+                    np.zeros((0, codec.dim), np.float32),
+                    [],
+                    None if factors is None else factors[b, h].astype(np.int64),
+                )
                 for h in range(heads)
             ]
             for b in range(batch)
         ]
 
     def append(self, x: Array, counts: list[int] | None = None) -> None:
-        """``x`` [B, H, L, D] float32 values of the model dtype; the last counts[b] columns of row b are real."""
+        """``x`` [B, H, L, D] float32, exact in the model dtype; the last counts[b] columns are real."""
         length = x.shape[2]
         for b in range(self.batch):
             count = length if counts is None else counts[b]
@@ -129,7 +133,7 @@ class OracleTokens:
         return decode(row.tiles[t].codes, self.codec, row.tiles[t].base, row.factors)
 
     def plain(self, dtype: str) -> Array:
-        """Words of ``dtype`` [B, H, max n, D]: packed tokens dequantized, the others raw; zeros where a row ends.
+        """Words of ``dtype`` [B, H, max n, D]: packed tokens dequantized, the others raw, zeros beyond a row.
 
         Tokens that are packed and may be held raw as well are zero too: see :meth:`unpinned`.
         """
@@ -146,5 +150,5 @@ class OracleTokens:
         return cast(out, dtype)
 
     def unpinned(self, b: int) -> tuple[int, int]:
-        """Positions of row b that plain arrays may give raw or dequantized: packed, but perhaps still in the ring."""
+        """Positions of row b that plain arrays may give raw or dequantized: packed, perhaps in the ring."""
         return max(FIRST, self.rows[b][0].maybe_held_from), TILE * packed_tiles(self.lengths[b])

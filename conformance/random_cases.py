@@ -1,7 +1,7 @@
-"""Random cases, biased towards what breaks caches: ties, extreme norms, tile edges, masks that hide whole tiles.
+"""Random cases, biased towards what breaks caches: ties, extreme norms, tile edges, masks that hide tiles.
 
-``random_case(seed, index)`` is a pure function of its arguments (splitmix64 of section 3.4 picks everything), so a failing
-case is named by two numbers.
+``random_case(seed, index)`` is a pure function of its arguments (splitmix64 of section 3.4 picks everything),
+so a failing case is named by two numbers.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .cases import Case
-from .inputs import Spec
+from .inputs import Spec, hex_spec, load
+from .oracle_codebook import codebook
+from .oracle_codec import pack
 from .oracle_numbers import DTYPES
 from .oracle_rotation import SUPPORTED_DIMS, splitmix64
 from .oracle_tokens import RING, packed_tiles
@@ -18,7 +22,33 @@ from .oracle_tokens import RING, packed_tiles
 T = TypeVar("T")
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
-LENGTHS = (1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161, 191, 192, 223, 224, 225)
+LENGTHS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    95,
+    96,
+    97,
+    127,
+    128,
+    129,
+    159,
+    160,
+    161,
+    191,
+    192,
+    223,
+    224,
+    225,
+)
 LONG = (255, 256, 257, 287, 288, 289, 300, 319, 320, 352, 511, 545, 600)
 VERY_LONG = (1023, 1024, 1025, 1026, 1056, 1151, 1152, 1153)
 SMALL_DIMS = tuple(d for d in SUPPORTED_DIMS if d <= 48)
@@ -72,7 +102,7 @@ def random_case(seed: int, index: int) -> Case:
     }
 
 
-# ---- pieces -----------------------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 
 def _dim(r: Chooser, largest: int = 1024) -> int:
@@ -191,16 +221,10 @@ def _dequantize(r: Chooser) -> dict[str, Any]:
 
     def words(bits: int) -> Spec:
         # Words are made by packing, so that spare bits are zero as the contract says.
-        from .inputs import hex_spec, load
-        from .oracle_codebook import codebook
-        from .oracle_codec import pack
-
         spec: Spec = {"generator": "integers", "dtype": "int16", "shape": [*lead, dim], "seed": r.word() >> 1}
         if bits == 8:
             return hex_spec(pack(load({**spec, "low": -127, "high": 127}), dim, 8), "uint32")
         index = load({**spec, "low": 0, "high": (1 << bits) - 1})
-        import numpy as np
-
         return hex_spec(pack(np.array(codebook(dim, bits)[0])[index], dim, bits), "uint32")
 
     prod = codec["kind"] == "prod"
@@ -240,11 +264,11 @@ def _dequantize(r: Chooser) -> dict[str, Any]:
     return out
 
 
-# ---- token stores -----------------------------------------------------------------------------------------------------
+# ---- token stores --------------------------------------------------------------------------------
 
 
 class Plan:
-    """Steps that fill a store, with each row's length and the position from which raw tokens are surely held."""
+    """Steps that fill a store, with each row's length and from where its raw tokens are surely held."""
 
     def __init__(self, batch: int) -> None:
         self.steps: list[list[Any]] = []
@@ -275,7 +299,8 @@ class Plan:
     def query_allowed(self, length: int) -> bool:
         """Whether ``length`` queries read only raw tokens that are held."""
         return all(
-            held <= 64 * packed_tiles(max(0, n - length) + 1) for n, held in zip(self.lengths, self.held, strict=True)
+            held <= 64 * packed_tiles(max(0, n - length) + 1)
+            for n, held in zip(self.lengths, self.held, strict=True)
         )
 
 
@@ -320,7 +345,9 @@ def _length(r: Chooser) -> int:
     return r.pick(LENGTHS if roll < 68 else LONG if roll < 97 else VERY_LONG)
 
 
-def _store(r: Chooser, role: str, batch: int, heads: int, dim: int, dtype: str, columns: int) -> dict[str, Any]:
+def _store(
+    r: Chooser, role: str, batch: int, heads: int, dim: int, dtype: str, columns: int
+) -> dict[str, Any]:
     return {
         "codec": _codec(r, dim, role == "key"),
         "role": role,
@@ -392,10 +419,10 @@ def _mask(r: Chooser, batch: int, heads: int, per: int, length: int, columns: in
         spec |= {"generator": "integers", "low": 0, "high": r.pick([1, 3, 20, 1000])}
     else:
         spec |= {"generator": "sum4", "exponent": r.pick([-14, 0, 4, 10])}
-    edits = []
+    edits: list[dict[str, Any]] = []
     hidden: float | str = 0 if dtype == "bool" else "-inf"
     if rank and shape[-1] > 1:
-        lead = [None] * (rank - 1)
+        lead: list[Any] = [None] * (rank - 1)
         for _ in range(r.between(0, 3)):
             # Hides tiles, prefixes, or all but a few tokens.
             start = r.pick([0, 0, 4, 64 * r.below(columns // 64 + 1), r.below(columns)])
@@ -404,7 +431,8 @@ def _mask(r: Chooser, batch: int, heads: int, per: int, length: int, columns: in
         if r.chance(15) and rank >= 2:
             edits.append({"index": [*lead[:-1], r.below(shape[-2]), None], "op": "set", "value": hidden})
         if dtype != "bool" and r.chance(25):
-            odd = r.pick(["nan", "inf", 1e30, -1e30, -65504])
+            extremes: list[float | str] = ["nan", "inf", 1e30, -1e30, -65504]
+            odd = r.pick(extremes)
             edits.append({"index": [*lead, r.below(columns)], "op": "set", "value": odd})
     elif not rank and r.chance(10):
         edits.append({"index": [], "op": "set", "value": hidden})

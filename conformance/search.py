@@ -5,6 +5,7 @@ The results are committed as hex words, so a vector does not depend on how it wa
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,7 +22,16 @@ KEEP = 4
 
 def _candidates(seed: int, count: int, dim: int) -> tuple[Array, Array, Array]:
     """Float vectors, their snapped rotation Y and S."""
-    x = load({"generator": "integers", "seed": seed, "low": -8191, "high": 8191, "dtype": "float32", "shape": [count, dim]})
+    x = load(
+        {
+            "generator": "integers",
+            "seed": seed,
+            "low": -8191,
+            "high": 8191,
+            "dtype": "float32",
+            "shape": [count, dim],
+        }
+    )
     z, _, _ = snap_floats(x, 13)
     return x, rotate(z, OracleCodec(dim, 1).s), (z * z).sum(axis=1)
 
@@ -29,7 +39,7 @@ def _candidates(seed: int, count: int, dim: int) -> tuple[Array, Array, Array]:
 def _thresholds(s: Array, dim: int, bits: int, more: int = 0) -> Array:
     levels, k = codebook(dim, bits)
     root = np.array([math.isqrt(int(v) << 16) for v in s], np.int64) + more
-    sums = np.array([a + b for a, b in zip(levels, levels[1:], strict=False)], np.int64)
+    sums = np.array([a + b for a, b in itertools.pairwise(levels)], np.int64)
     return (sums[None, :] * ((root * k) >> 12)[:, None]) >> 16
 
 
@@ -39,7 +49,16 @@ def boundary_vectors(dim: int, bits: int) -> Array:
     high: list[Array] = []
     if bits == 1:
         # The one threshold is zero, which sums of a few equal numbers reach.
-        x = load({"generator": "integers", "seed": 1, "low": -1, "high": 1, "dtype": "float32", "shape": [2 * KEEP, dim]})
+        x = load(
+            {
+                "generator": "integers",
+                "seed": 1,
+                "low": -1,
+                "high": 1,
+                "dtype": "float32",
+                "shape": [2 * KEEP, dim],
+            }
+        )
         return x
     for seed in range(4000):
         x, y, s = _candidates(seed, 64, dim)
@@ -61,7 +80,9 @@ def root_sensitive_vectors(dim: int, bits: int) -> Array:
     for seed in range(100000, 104000):
         x, y, s = _candidates(seed, 64, dim)
         floor, above = _thresholds(s, dim, bits), _thresholds(s, dim, bits, 1)
-        differs = ((y[:, :, None] > floor[:, None, :]) != (y[:, :, None] > above[:, None, :])).any(axis=(1, 2))
+        differs = ((y[:, :, None] > floor[:, None, :]) != (y[:, :, None] > above[:, None, :])).any(
+            axis=(1, 2)
+        )
         found += [x[t] for t in np.flatnonzero(differs)[: KEEP - len(found)]]
         if len(found) >= KEEP:
             break
@@ -92,7 +113,16 @@ def scale_tie_vectors() -> Array:
     """D = 8, b = 1 vectors with S / N exactly between two fp16 numbers, the lower one even and odd alike."""
     found: dict[int, list[Array]] = {0: [], 1: []}
     for seed in range(300000, 320000):
-        v = load({"generator": "integers", "seed": seed, "low": -64, "high": 64, "dtype": "float32", "shape": [64, 8]})
+        v = load(
+            {
+                "generator": "integers",
+                "seed": seed,
+                "low": -64,
+                "high": 64,
+                "dtype": "float32",
+                "shape": [64, 8],
+            }
+        )
         x = v * 127
         z, _, _ = snap_floats(x, 13)
         y = rotate(z, OracleCodec(8, 1).s)
@@ -110,7 +140,7 @@ def scale_tie_vectors() -> Array:
 
 
 def query_factor_vectors(scale: float) -> Array:
-    """Queries [2, 8] whose snapped coordinates 1..7 change if the factor a moves by its last bit, upwards and downwards."""
+    """Queries [2, 8] whose snapped coordinates 1..7 change if a moves up or down by its last bit."""
     a = attention_factor(scale)
     out = np.zeros((2, 8), np.float32)
     out[:, 0] = 8191

@@ -88,7 +88,9 @@ class Result:
             "backend": self.backend,
             "passed": self.passed,
             "groups": {n: {"passed": p, "total": t, "seconds": s} for n, (p, t, s) in self.groups().items()},
-            "failures": [{"id": c.id, "comment": c.comment, "problems": list(c.problems)} for c in self.failures],
+            "failures": [
+                {"id": c.id, "comment": c.comment, "problems": list(c.problems)} for c in self.failures
+            ],
         }
 
 
@@ -135,7 +137,9 @@ def _difference(name: str, want: Words | dict[str, Any], got: Words, case: Case)
     if (want["dtype"], tuple(want["shape"]), want["sha256"]) == (got.dtype, got.shape, got.sha256()):
         return None
     found = compare(name, evaluate(case)[name], got)
-    return found or Difference(name, "equals the oracle but not the vector: run turboquant_vlm.conformance.generate")
+    return found or Difference(
+        name, "equals the oracle but not the vector: run turboquant_vlm.conformance.generate"
+    )
 
 
 def _check_error(case: Case, backend: Any) -> list[str]:
@@ -155,7 +159,9 @@ def _cases(groups: Iterable[str] | None, random: int, seed: int, quick: bool) ->
     if wanted is not None:
         unknown = wanted - set(group_names())
         if unknown:
-            raise UnknownGroup(f"group must be one of {', '.join(group_names())}; got {', '.join(sorted(unknown))}")
+            raise UnknownGroup(
+                f"group must be one of {', '.join(group_names())}; got {', '.join(sorted(unknown))}"
+            )
     for case in vectors():
         if (wanted is None or case["group"] in wanted) and (case.get("quick") or not quick):
             yield case
@@ -176,8 +182,9 @@ def run_suite(
 ) -> Result:
     """Run vectors and ``random`` random cases against ``backend``, a module or the name of one.
 
-    ``groups`` limits the run; ``quick`` runs a subset of the vectors, about ten seconds long, that was picked to notice as many kinds
-    of fault as possible; ``stop_at_first`` ends at the first failure. Raises UnknownBackend or UnknownGroup for a wrong name.
+    ``groups`` limits the run; ``quick`` runs a subset of the vectors, about ten seconds long, that was picked
+    to notice as many kinds of fault as possible; ``stop_at_first`` ends at the first failure. Raises
+    UnknownBackend or UnknownGroup for a wrong name.
     """
     module = load_backend(backend) if isinstance(backend, str) else backend
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
