@@ -195,7 +195,7 @@ def decode() -> Group:
         g.attend(
             f"length-{n}",
             "one query around the lengths where a tile is packed, a tile begins, a split begins",
-            "tile_boundary first_tokens split_tree",
+            "tile_boundary first_tokens split_tree" + (" tail_tile" if n % 64 else ""),
             keys_of(bits, _kv(n, 12, n)),
             values_of(BITS[(n // 7) % 7], _kv(n, 8, n + 1000)),
             sum4(n + 2000, 1, 2, 1, 12, dtype="float32"),
