@@ -75,8 +75,8 @@ def test_fp16_of_a_ratio_is_the_nearest_of_all_fp16(num: int, den: int, k: int) 
 
 @pytest.mark.parametrize(("num", "den", "k", "bits"), [
     (0, 1, 0, 0x0000), (1, 1, 0, 0x3C00), (2049, 2048, 0, 0x3C00), (2051, 2048, 0, 0x3C02), (1, 1, -25, 0),
-    (3, 1, -25, 0x0002), (1, 1, -24, 0x0001), (65504, 1, 0, 0x7BFF), (65519, 1, 0, 0x7BFF), 
-    (2047, 1, -25, 0x0400),
+    (3, 1, -25, 0x0002), (1, 1, -24, 0x0001), (65504, 1, 0, 0x7BFF), (65519, 1, 0, 0x7BFF),
+    (1, 1, 16, 0x7BFF), (2047, 1, -25, 0x0400),
 ])  # fmt: skip
 def test_fp16_of_a_ratio_at_its_edges(num: int, den: int, k: int, bits: int) -> None:
     assert numbers.fp16_from_ratio(num, den, k) == bits
