@@ -14,7 +14,7 @@ Errors are relative: |out - expected| / |expected| over all heads.
   factors, no raw tokens,
 * ``codes_error``: against float attention over the same codes: packed tokens dequantized, first and young ones as the
   cache holds them. What integer attention adds to the quantization.
-* ``snapped_error``: as before, but with the raw tokens' snap to 14 bits (docs/numerics.md, 3.1) in the expected result
+* ``snapped_error``: as before, but with the raw tokens' snap (docs/numerics.md, 3.1) in the expected result
   too. What the fixed-point logits, weights and sums add.
 """
 
@@ -102,7 +102,7 @@ def synthetic_errors(case: Case, seed: int) -> Errors:
     exact = _attend(q, _wide(k), _wide(v))
     plain = _attend(q, *(_through_codec(x, codec) for x, codec in zip((k, v), codecs, strict=True)))
     codes = _attend(q, _as_read(keys, _wide(k)), _as_read(values, _wide(v)))
-    snapped = _attend(q, _as_read(keys, _snapped(k)), _as_read(values, _snapped(v)))
+    snapped = _attend(q, _as_read(keys, _snapped(k, 14)), _as_read(values, _snapped(v, 13)))
     return Errors(
         float_error=_relative(out, exact),
         plain_error=_relative(plain, exact),
@@ -138,10 +138,10 @@ def _as_read(tokens: reference.Tokens, raw: Doubles) -> Doubles:
     return read
 
 
-def _snapped(x: mx.array) -> Doubles:
-    """x rounded to 14 bits and one exponent a vector."""
+def _snapped(x: mx.array, bits: int) -> Doubles:
+    """x rounded to integers of `bits` bits and a sign, with one exponent a vector."""
     wide = _wide(x)
-    unit = np.exp2(np.frexp(np.abs(wide).max(axis=-1, keepdims=True))[1] - 13.0)
+    unit = np.exp2(np.frexp(np.abs(wide).max(axis=-1, keepdims=True))[1] - float(bits))
     return np.rint(wide / unit) * unit
 
 

@@ -217,10 +217,11 @@ def raw_tokens(tokens: Tokens, dtype: mx.Dtype | None = None) -> mx.array:
     dtype = dtype or tokens.first.dtype
     rows = []
     for row in select_rows(tokens):
-        length, held = row.lengths[0], row.held[0]
-        parts = [row.recent.astype(dtype)]
-        if held < length:
-            parts.insert(0, _packed_tokens(row, 0, length - held, dtype))
+        length, tiled = row.lengths[0], packed_tiles(row.lengths[0]) * TILE
+        # A packed token reads as packed even while the ring still holds it: chunking must not show.
+        parts = [row.recent[:, :, row.held[0] - (length - tiled) :].astype(dtype)]
+        if tiled:
+            parts.insert(0, _packed_tokens(row, 0, tiled, dtype))
         whole = mx.concatenate(parts, axis=2)
         rows.append(mx.pad(whole, [(0, 0), (0, 0), (0, longest - length), (0, 0)]))
     return mx.concatenate(rows, axis=0)

@@ -174,7 +174,7 @@ def test_large_constant_part_of_keys(dtype: mx.Dtype, shape: Shape) -> None:
         assert e.plain_error > 3
         # Integer logits, weights and sums; the snap of raw keys comes on top and grows with the largest channel.
         assert e.snapped_error < 1e-3
-        assert e.codes_error < (3e-3 if shape == "equal" else 1.5e-2)
+        assert e.codes_error < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["float16", "float32"])
