@@ -49,7 +49,8 @@ def test_the_documented_python_use(smollm2: Path, hooked: None) -> None:
         max_tokens=24,
         temperature=0.0,
     )
-    assert "Clara Whitfield" in result.text and "1874" in result.text
+    assert "Clara Whitfield" in result.text
+    assert "1874" in result.text
     made = last_report()
     assert made is not None
     assert 161 <= made.tokens <= 161 + 24
@@ -88,5 +89,6 @@ def test_batches(smollm2: Path, hooked: None) -> None:
     texts = [STORY, "What is the capital of France?"]
     prompts: Any = [apply_chat_template(processor, model.config, text) for text in texts]
     out = batch_generate(model, processor, prompts=prompts, max_tokens=20, kv_bits=3.5, quantized_kv_start=0)
-    assert "Clara Whitfield" in out.texts[0] and "1874" in out.texts[0]
+    assert "Clara Whitfield" in out.texts[0]
+    assert "1874" in out.texts[0]
     assert "Paris" in out.texts[1]
