@@ -22,7 +22,6 @@ test: $(STAMP)
 lint: $(STAMP) $(TYPING)
 	$(BIN)/ruff check .
 	MYPYPATH=build/typing $(BIN)/mypy -p turboquant_vlm
-	MYPYPATH=build/typing $(BIN)/mypy tests
 
 # The stamp is written last, so an installation that was cut short starts again.
 $(STAMP): pyproject.toml
