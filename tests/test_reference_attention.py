@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -307,11 +308,11 @@ class TestEveryStageActs:
         k = (k.astype(mx.float32) * mx.array(np.exp2(rng.integers(-4, 3, DIM)).astype(np.float32))).astype(mx.float16)
         return q, k + 1, v
 
-    def run(self, setting: tuple[mx.array, mx.array, mx.array], **arguments: object) -> mx.array:
+    def run(self, setting: tuple[mx.array, mx.array, mx.array], **arguments: Any) -> mx.array:
         q, k, v = setting
         return tq.attend(q, *cache(k, v, kind="prod"), 0.25, mask="causal", **arguments)
 
-    ABLATIONS: tuple[tuple[str, str, Callable], ...] = (
+    ABLATIONS: tuple[tuple[str, str, Any], ...] = (
         ("signs", "rotation.random_signs", lambda dim, seed, stream=0: np.ones(dim, np.int8)),
         ("rotation of the query", "query.rotate", lambda x, seed, stream=0: x),
         ("rotation of the keys", "codec.rotate", lambda x, seed, stream=0: x),
@@ -329,7 +330,7 @@ class TestEveryStageActs:
         setting: tuple[mx.array, mx.array, mx.array],
         name: str,
         target: str,
-        replacement: Callable | None,
+        replacement: Any,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         before = self.run(setting)

@@ -198,12 +198,12 @@ def test_keys_are_those_of_the_text(bits: int, kind: str, spread: str) -> None:
         x += 300 * rng.standard_normal(dim)
     elif spread == "norms":
         x *= 2.0 ** rng.integers(-40, 10, (128, 1))
-    x = mx.array(x.astype(np.float32))
+    keys = mx.array(x.astype(np.float32))
     codec_ = make_codec(dim, bits, kind=kind)
-    packed = quantize(x, codec_, base=True)
+    packed = quantize(keys, codec_, base=True)
     factors: list[int] | None = None
     for tile in range(2):
-        integers, exponents = zip(*map(snap, exact(x[64 * tile : 64 * tile + 64])), strict=True)
+        integers, exponents = zip(*map(snap, exact(keys[64 * tile : 64 * tile + 64])), strict=True)
         top = max(exponents)
         aligned = [
             [round(v * Fraction(2) ** (e - top)) if e - top >= -30 else 0 for v in z]
@@ -387,8 +387,9 @@ class TestNorms:
     @pytest.mark.parametrize("norm", [0.0, 1e-7, 1e3, 7e4, 1e6])
     @pytest.mark.parametrize("bits", ALLOWED_BITS)
     def test_any_norm(self, norm: float, dtype: mx.Dtype, bits: int) -> None:
-        x = np.random.default_rng(8).standard_normal((64, 64))
-        x = mx.array((x * norm / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)).astype(dtype)
+        wide = np.random.default_rng(8).standard_normal((64, 64))
+        wide *= norm / np.linalg.norm(wide, axis=1, keepdims=True)
+        x = mx.array(wide.astype(np.float32)).astype(dtype)
         codec_ = make_codec(64, bits)
         # Coordinates that the dtype itself turned into infinity make their vector NaN, and no other one.
         fits = np.isfinite(float64(x)).all(axis=1)

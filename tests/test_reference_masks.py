@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -34,10 +35,10 @@ class Setting:
         self.q = vectors((batch, heads * group, queries, DIM), 3)
         self.keys, self.values = cache(vectors((batch, heads, total, DIM), 1), vectors((batch, heads, total, DIM), 2))
 
-    def attend(self, mask: mx.array | str | None = None, **arguments: object) -> mx.array:
+    def attend(self, mask: mx.array | str | None = None, **arguments: Any) -> mx.array:
         return tq.attend(self.q, self.keys, self.values, 0.25, mask=mask, **arguments)
 
-    def scores(self, mask: mx.array | str | None = None, **arguments: object) -> mx.array:
+    def scores(self, mask: mx.array | str | None = None, **arguments: Any) -> mx.array:
         return tq.scores(self.q, self.keys, 0.25, mask=mask, **arguments)
 
 

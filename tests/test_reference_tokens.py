@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -476,23 +477,31 @@ def test_arrays_round_trip_through_a_file(tmp_path: object) -> None:
 
 
 class TestRawTokens:
-    def test_young_and_first_are_the_models_own(self) -> None:
-        x = vectors((1, 2, 250, DIM), 0)
-        tokens = fill(x[:, :, :200], tq.make_codec(DIM, 6), "key")
-        tokens = append_all(tokens, [x[:, :, t : t + 1] for t in range(200, 250)])
+    @pytest.mark.parametrize("total", [3, 90, 95, 96, 250])
+    def test_packed_tokens_are_dequantized_and_others_the_models_own(self, total: int) -> None:
+        """However many raw tokens the ring still holds: the way they came must not show."""
+        x = vectors((1, 2, total, DIM), 0)
+        codec = tq.make_codec(DIM, 6)
+        tokens = fill(x, codec, "key")
         raw = tq.raw_tokens(tokens)
-        assert raw.shape == (1, 2, 250, DIM)
+        singles = append_all(empty_like(tokens), [x[:, :, t : t + 1] for t in range(total)])
+        assert_same_bits(tq.raw_tokens(singles), raw)
+        tiled = 64 * tq.packed_tiles(total)
+        assert raw.shape == (1, 2, total, DIM)
         assert_same_bits(raw[:, :, :4], x[:, :, :4])
-        assert_same_bits(raw[:, :, 250 - 128 :], x[:, :, 250 - 128 :])
-        assert 0 < relative_error(raw[:, :, 4:122], float64(x[:, :, 4:122])) < 0.05
-        want = tq.dequantize(tokens.packed, tokens.codec, mx.float16)[:, :, :2].reshape(1, 2, 128, DIM)
-        assert_same_bits(raw[:, :, 4:122], want[:, :, 4:122])
+        assert_same_bits(raw[:, :, tiled:], x[:, :, tiled:])
+        if tiled:
+            assert 0 < relative_error(raw[:, :, 4:tiled], float64(x[:, :, 4:tiled])) < 0.05
+            want = tq.dequantize(tokens.packed, codec, mx.float16).reshape(1, 2, tiled, DIM)
+            assert_same_bits(raw[:, :, 4:tiled], want[:, :, 4:])
 
     def test_ragged(self) -> None:
         x = vectors((2, 1, 100, DIM), 1)
         raw = tq.raw_tokens(fill(x, tq.make_codec(DIM, 4), "value", counts=(100, 7)), mx.float32)
         assert raw.dtype == mx.float32
-        assert_same_bits(raw[0], x[0].astype(mx.float32))
+        for b, n in enumerate((100, 7)):
+            alone = fill(x[b : b + 1, :, 100 - n :], tq.make_codec(DIM, 4), "value")
+            assert_same_bits(raw[b : b + 1, :, :n], tq.raw_tokens(alone, mx.float32))
         assert_same_bits(raw[1, :, :7], x[1, :, 93:].astype(mx.float32))
         assert not np.array(raw[1, :, 7:]).any()
 
@@ -525,7 +534,7 @@ class TestMemory:
         ({"role": "key", "factors": mx.zeros((3, DIM), mx.int8)}, "factors must be"),
     ],
 )
-def test_refused_at_construction(arguments: dict, message: str) -> None:
+def test_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
     codec = tq.make_codec(DIM, 4, kind=arguments.get("kind", "mse"))
     with pytest.raises(ValueError, match=message):
         tq.empty_tokens(codec, arguments["role"], 1, 2, mx.float16, arguments.get("factors"))
