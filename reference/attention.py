@@ -69,7 +69,7 @@ def scores(
     longest = max(keys.lengths)
     rows = []
     for b, row in enumerate(select_rows(keys)):
-        view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths)
+        view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths, keys.first.shape[1])
         if row.lengths[0] == 0:
             rows.append(mx.full((*q.shape[1:3], longest), EXCLUDED, mx.int32))
             continue
@@ -109,7 +109,7 @@ def attend(
     rows = []
     pairs = zip(select_rows(keys), select_rows(values), strict=True)
     for b, (row_keys, row_values) in enumerate(pairs):
-        view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths)
+        view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths, keys.first.shape[1])
         parts = [
             _attend_block(q[b, :, start:stop], start, q.shape[2], row_keys, row_values, scale, view, sinks)
             for start, stop in _blocks(q, row_keys.lengths[0])

@@ -172,7 +172,9 @@ def _cell_index(y: mx.array, square: mx.array, dim: int, bits: int) -> mx.array:
 
 
 def _finish_scale(scale: mx.array, finite: mx.array) -> mx.array:
-    return mx.where(finite, scale, mx.array(mx.nan, mx.float16))[..., 0]
+    # Conversions of NaN differ between devices, so its bits are spelled out.
+    nan = mx.array(0x7E00, mx.uint16)
+    return mx.where(finite, scale.view(mx.uint16), nan).view(mx.float16)[..., 0]
 
 
 def _code_remainder(y: mx.array, coded: _Coded, codec: Codec, exponent: mx.array) -> tuple[mx.array, mx.array]:

@@ -37,8 +37,9 @@ def row_mask(
     row: int,
     query_shape: Sequence[int],
     lengths: Sequence[int],
+    heads: int,
 ) -> MaskView:
-    """Check a mask against q [B, Hq, L, D] and take the part of one row."""
+    """Check a mask against q [B, Hq, L, D] and keys of `heads` kv heads, and take the part of one row."""
     padding = [0] * len(lengths) if left_padding is None else [int(p) for p in left_padding]
     if len(padding) != len(lengths) or min(padding) < 0:
         raise ValueError(f"left_padding must be {len(lengths)} numbers >= 0; got {padding}")
@@ -48,7 +49,7 @@ def row_mask(
         if mask not in (None, "causal"):
             raise ValueError(f'mask must be None, "causal" or an array; got mask={mask!r}')
         return MaskView(mask == "causal", window, None)
-    array = _four_axes(mask, query_shape)
+    array = _four_axes(mask, query_shape, heads)
     columns = max(n + p for n, p in zip(lengths, padding, strict=True))
     wanted = (query_shape[0], query_shape[1], query_shape[2], columns)
     if any(have not in (1, want) for have, want in zip(array.shape, wanted, strict=True)):
@@ -59,17 +60,21 @@ def row_mask(
     return MaskView(False, window, part)
 
 
-def _four_axes(mask: mx.array, query_shape: Sequence[int]) -> mx.array:
+def _four_axes(mask: mx.array, query_shape: Sequence[int], kv_heads: int) -> mx.array:
     if mask.dtype != mx.bool_ and not mx.issubdtype(mask.dtype, mx.floating):
         raise ValueError(f"mask must be bool or floating; got {mask.dtype}")
     if mask.ndim > 5:
         raise ValueError(f"mask must have at most 5 axes; got shape {tuple(mask.shape)}")
     if mask.ndim == 5:
         outer, heads, group = mask.shape[:3]
+        groups = query_shape[1] // kv_heads
+        if heads not in (1, kv_heads) or group not in (1, groups):
+            raise ValueError(
+                f"a mask of rank 5 must broadcast to [B, {kv_heads}, {groups}, L, columns]; got shape {tuple(mask.shape)}"
+            )
         if heads * group == 1:
             return mask.reshape(outer, 1, *mask.shape[3:])
-        full = heads if heads > 1 else query_shape[1] // group
-        mask = mx.broadcast_to(mask, (outer, full, query_shape[1] // full, *mask.shape[3:]))
+        mask = mx.broadcast_to(mask, (outer, kv_heads, groups, *mask.shape[3:]))
         return mask.reshape(outer, query_shape[1], *mask.shape[3:])
     return mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
 
