@@ -112,6 +112,15 @@ def tokens() -> Group:
         steps(60, 140),
     )
 
+    run(
+        "factors-after-trim",
+        "tile 0 is trimmed away and packed again from other tokens: measured factors are fixed anew",
+        "outlier_channel trim deep_trim",
+        store("key", 4, _data(200, 12, 4, edits=[scale_by(7, 0, 0, [100, 200], 2)])),
+        [*steps(100), ["trim", 100], ["append", 100, None]],
+        quick=True,
+    )
+
     def trimmed(
         name: str,
         comment: str,

@@ -70,7 +70,7 @@ def _four_axes(mask: mx.array, query_shape: Sequence[int], kv_heads: int) -> mx.
         groups = query_shape[1] // kv_heads
         if heads not in (1, kv_heads) or group not in (1, groups):
             raise ValueError(
-                f"a mask of rank 5 must broadcast to [B, {kv_heads}, {groups}, L, columns]; got shape {tuple(mask.shape)}"
+                f"a mask of rank 5 must broadcast to [B, {kv_heads}, {groups}, L, columns]; got {tuple(mask.shape)}"
             )
         if heads * group == 1:
             return mask.reshape(outer, 1, *mask.shape[3:])
