@@ -70,7 +70,7 @@ def scores(
     rows = []
     for b, row in enumerate(select_rows(keys)):
         view = row_mask(mask, window, left_padding, b, q.shape, keys.lengths, keys.first.shape[1])
-        if row.lengths[0] == 0:
+        if row.lengths[0] == 0 or q.shape[2] == 0:
             rows.append(mx.full((*q.shape[1:3], longest), EXCLUDED, mx.int32))
             continue
         parts = []
@@ -106,6 +106,8 @@ def attend(
     """
     _check_query(q, keys, scale)
     _check_values(q, keys, values, sinks)
+    if q.shape[2] == 0:
+        return mx.zeros((*q.shape[:3], values.codec.dim), q.dtype)
     rows = []
     pairs = zip(select_rows(keys), select_rows(values), strict=True)
     for b, (row_keys, row_values) in enumerate(pairs):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 
 import mlx.core as mx
 
@@ -35,15 +36,17 @@ def make_codec(dim: int, bits: int, seed: int = 0, kind: str = "mse") -> Codec:
     kind: "mse", or "prod" (bits - 1 bits and the sign of a second rotation of the remainder; 2 to 6 bits, keys only).
     Raises ValueError naming the argument, the value and what is allowed.
     """
-    if isinstance(bits, bool) or bits != int(bits) or bits not in ALLOWED_BITS:
-        raise ValueError(f"TurboQuant supports 1 to 6 or 8 bits per coordinate; got bits={bits}")
+    if isinstance(bits, bool) or bits not in ALLOWED_BITS:
+        raise ValueError(f"TurboQuant supports 1 to 6 or 8 bits per coordinate; got bits={bits!r}")
+    if isinstance(dim, bool) or not isinstance(dim, Integral):
+        raise ValueError(f"dim must be an integer from 8 to 1024; got dim={dim!r}")
     if kind not in ("mse", "prod"):
         raise ValueError(f'kind must be "mse" or "prod"; got kind={kind!r}')
     if kind == "prod" and not 2 <= bits <= 6:
         raise ValueError(f'kind="prod" supports 2 to 6 bits per coordinate; got bits={bits}')
-    if seed != int(seed) or not 0 <= seed < 2**31:
-        raise ValueError(f"seed must be an integer from 0 to 2147483647; got seed={seed}")
-    hadamard(dim)
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**31:
+        raise ValueError(f"seed must be an integer from 0 to 2147483647; got seed={seed!r}")
+    hadamard(int(dim))
     return Codec(int(dim), int(bits), int(seed), kind)
 
 
@@ -102,6 +105,8 @@ def _check_vectors(x: mx.array, codec: Codec, base: bool, factors: mx.array | No
         raise ValueError(f"x must be float16, bfloat16 or float32; got {x.dtype}")
     if base and (x.shape[-2] % TILE or not x.shape[-2]):
         raise ValueError(f"a key base needs whole tiles of {TILE} tokens; got T={x.shape[-2]}")
+    if x.size == 0:
+        raise ValueError(f"x holds no vectors: shape {tuple(x.shape)}")
     if factors is not None and tuple(factors.shape[-1:]) != (codec.dim,):
         raise ValueError(f"factors must be [..., {codec.dim}]; got shape {tuple(factors.shape)}")
 

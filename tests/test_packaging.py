@@ -109,4 +109,6 @@ def test_files_stay_short() -> None:
     modules = [path for path in repository_files() if path.suffix == ".py"]
     assert modules
     lengths = {str(path): (ROOT / path).read_text(encoding="utf-8").count("\n") for path in modules}
-    assert {path: lines for path, lines in lengths.items() if lines > 500} == {}
+    # Tests may run a little longer: they are lists of cases, read one at a time.
+    too_long = {path: n for path, n in lengths.items() if n > (600 if path.startswith("tests/") else 500)}
+    assert too_long == {}
