@@ -6,14 +6,16 @@ The report of the run goes to standard error, so that standard output is mlx-vlm
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import math
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
 
 from . import backend, report, support
-from .bits import UNSUPPORTED
+from .bits import UNSUPPORTED, resolve_kv_bits
 
 USAGE = """\
 usage: turboquant-vlm COMMAND [flags]
@@ -68,6 +70,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
             # The environment, because a server may start further processes.
             os.environ[backend.VARIABLE] = backend.check(name)
         install()
+        _check_bits(rest)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if command == "server" and "--reload" in rest:
@@ -87,6 +90,24 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         sys.argv = before
     _print_report()
     return 0
+
+
+def _check_bits(arguments: Sequence[str]) -> None:
+    """ValueError for widths that no cache could serve, before a model is loaded. What is no number argparse refuses."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--kv-bits", "--kv-key-bits", "--kv-value-bits"):
+        parser.add_argument(flag, type=float)
+    parser.add_argument("--kv-quant-scheme")
+    try:
+        known, _ = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError:
+        return
+    if known.kv_bits is None:
+        return
+    if not math.isfinite(known.kv_bits):
+        raise ValueError(f"{UNSUPPORTED}; got kv_bits={known.kv_bits}")
+    if known.kv_quant_scheme == "turboquant" or not known.kv_bits.is_integer():
+        resolve_kv_bits(known.kv_bits, known.kv_key_bits, known.kv_value_bits)
 
 
 def _status(stop: SystemExit) -> int:

@@ -31,6 +31,10 @@ def empty_tokens(
     """
     if role not in ("key", "value"):
         raise ValueError(f'role must be "key" or "value"; got role={role!r}')
+    if batch < 1 or heads < 1:
+        raise ValueError(f"batch and heads must be at least 1; got batch={batch}, heads={heads}")
+    if not mx.issubdtype(dtype, mx.floating):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32; got dtype={dtype}")
     if role == "value" and codec.kind != "mse":
         raise ValueError(f'values need kind="mse"; got kind={codec.kind!r}')
     if role == "value" and factors is not None:
@@ -38,6 +42,8 @@ def empty_tokens(
     if factors is not None:
         if tuple(factors.shape[-2:]) != (heads, codec.dim):
             raise ValueError(f"factors must be [..., {heads}, {codec.dim}]; got shape {tuple(factors.shape)}")
+        if factors.dtype != mx.int8 or mx.any(mx.abs(factors) > 3).item():
+            raise ValueError(f"factors must be int8 from -3 to 3; got {factors.dtype}")
         factors = mx.broadcast_to(factors, (batch, heads, codec.dim)).astype(mx.int8)
     raw = mx.zeros((batch, heads, 0, codec.dim), dtype)
     return Tokens(
@@ -253,7 +259,14 @@ def select_rows(tokens: Tokens) -> list[Tokens]:
 
 
 def stack_rows(rows: Sequence[Tokens]) -> Tokens:
-    """Rows of any lengths (same codec, role, heads and dtype) as one batch."""
+    """Rows of any lengths as one batch.
+
+    Raises ValueError unless there are rows, all of one codec, role, number of heads and dtype, and with channel
+    factors all from a profile or all measured.
+    """
+    kinds = {(r.codec, r.role, r.first.shape[1], str(r.first.dtype), r.factors_given) for r in rows}
+    if len(kinds) != 1:
+        raise ValueError(f"rows must share codec, role, heads, dtype and origin of factors; got {len(kinds)} kinds")
     columns = max(row.recent.shape[2] for row in rows)
     firsts = max(row.first.shape[2] for row in rows)
     tiles = max(row.packed.words.shape[2] for row in rows)

@@ -270,3 +270,19 @@ def test_enabled_with_another_mlx_vlm_says_so_and_leaves_it(tmp_path: Path) -> N
     out, err = made.run("-c", script)
     assert out == "goes on\n"
     assert err == f"turboquant-vlm: supported mlx-vlm versions are {support.RANGE}; found 0.9.0. {LEFT}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-bits=7.5"], "got kv_bits=7.5"),
+        (["--kv-bits", "nan"], "got kv_bits=nan"),
+        (["--kv-bits", "4", "--kv-quant-scheme", "turboquant", "--kv-value-bits", "7"], "got kv_value_bits=7"),
+    ],
+)
+def test_widths_are_refused_before_a_model_is_loaded(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["server", "--model", "absent", *flags]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

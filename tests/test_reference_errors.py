@@ -47,3 +47,27 @@ def test_no_queries_give_an_empty_answer(tokens: int) -> None:
     assert out.shape == (2, 3, 0, 32)
     assert out.dtype == mx.bfloat16
     assert reference.scores(q, keys, 0.1).shape == (2, 3, 0, tokens)
+
+
+def test_rows_that_do_not_match_are_not_stacked() -> None:
+    rows = [reference.empty_tokens(reference.make_codec(64, 4, seed), "key", 1, 1, mx.float16) for seed in (0, 1)]
+    with pytest.raises(ValueError, match="rows must share codec, role, .* got 2 kinds"):
+        reference.stack_rows(rows)
+    with pytest.raises(ValueError, match="got 0 kinds"):
+        reference.stack_rows([])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch": 0}, "batch and heads must be at least 1; got batch=0"),
+        ({"heads": 0}, "got batch=1, heads=0"),
+        ({"dtype": mx.int32}, "dtype must be float16, bfloat16 or float32"),
+        ({"factors": mx.full((1, 64), 9, mx.int8)}, "factors must be int8 from -3 to 3"),
+        ({"factors": mx.full((1, 64), 0.5)}, "factors must be int8 from -3 to 3; got mlx.core.float32"),
+    ],
+)
+def test_tokens_that_are_refused(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"role": "key", "batch": 1, "heads": 1, "dtype": mx.float16, **changed}
+    with pytest.raises(ValueError, match=message):
+        reference.empty_tokens(reference.make_codec(64, 4), **arguments)
