@@ -51,7 +51,7 @@ def test_no_queries_give_an_empty_answer(tokens: int) -> None:
 
 def test_rows_that_do_not_match_are_not_stacked() -> None:
     rows = [reference.empty_tokens(reference.make_codec(64, 4, seed), "key", 1, 1, mx.float16) for seed in (0, 1)]
-    with pytest.raises(ValueError, match="rows must share codec, role, .* got 2 kinds"):
+    with pytest.raises(ValueError, match=r"rows must share codec, role, .* got 2 kinds"):
         reference.stack_rows(rows)
     with pytest.raises(ValueError, match="got 0 kinds"):
         reference.stack_rows([])
