@@ -32,7 +32,7 @@ from .masks import Mask, MaskView, additive_logits, attended, row_mask
 from .query import LOG2_E, Query, clamp28, logit, prepare_query
 from .rotation import rotate_back
 from .tokens import select_rows
-from .types import FIRST, TILE, Codec, Tokens, packed_tiles
+from .types import FIRST, LAG, TILE, Codec, Tokens, packed_tiles
 
 __all__ = ["attend", "scores"]
 
@@ -177,7 +177,7 @@ def _raw_tiles(row: Tokens, oldest: int, name: str, bits: int) -> _Raw:
 def _read_packed(positions: mx.array, columns: int) -> mx.array:
     """bool [L, T]: whether the query at a position reads a token packed (section 2)."""
     j = mx.arange(columns)
-    complete = (j // TILE + 1) * TILE + 32 <= positions[:, None] + 1
+    complete = (j // TILE + 1) * TILE + LAG <= positions[:, None] + 1
     return complete & (j >= FIRST)
 
 

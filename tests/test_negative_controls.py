@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "query reads packed one token too early",
         "attention.py",
-        "* TILE + 32 <= positions[:, None] + 1",
-        "* TILE + 31 <= positions[:, None] + 1",
+        "* TILE + LAG <= positions[:, None] + 1",
+        "* TILE + LAG - 1 <= positions[:, None] + 1",
     ),
     Mutant("first tokens one short", "attention.py", "complete & (j >= FIRST)", "complete & (j >= FIRST - 1)"),
     Mutant(
