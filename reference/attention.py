@@ -65,7 +65,7 @@ def scores(
     Arguments as in `attend`.  Returns int32 [B, Hq, L, longest row]: base-2 logarithms with 12 fractional bits;
     -2^31 where the query may not look, 2^31 - 1 where query or key hold NaN or infinity.
     """
-    _check_query(q, keys, scale)
+    check_query(q, keys, scale)
     longest = max(keys.lengths)
     rows = []
     for b, row in enumerate(select_rows(keys)):
@@ -104,8 +104,8 @@ def attend(
     Returns [B, Hq, L, Dv] in q's dtype; zeros for a query that may attend to nothing.
     Raises ValueError naming the argument for shapes and values that do not fit.
     """
-    _check_query(q, keys, scale)
-    _check_values(q, keys, values, sinks)
+    check_query(q, keys, scale)
+    check_values(q, keys, values, sinks)
     if q.shape[2] == 0:
         return mx.zeros((*q.shape[:3], values.codec.dim), q.dtype)
     rows = []
@@ -153,11 +153,7 @@ def _raw_tiles(row: Tokens, oldest: int, name: str, bits: int) -> _Raw:
     """The raw tiles that queries at positions >= oldest need, snapped to `bits` bits and a sign."""
     length, held = row.lengths[0], row.held[0]
     start = packed_tiles(max(oldest, 0) + 1)
-    if max(start * TILE, min(FIRST, length)) < length - held:
-        raise ValueError(
-            f"queries from position {oldest} on need the raw {name} from token {start * TILE} on, but only the last "
-            f"{held} of {length} are held; attend with at most the tokens appended last"
-        )
+    check_held(length, held, oldest, name)
     recent_from = length - held
     recent = row.recent
     if recent_from < start * TILE:
@@ -402,7 +398,18 @@ def _output(
     return quotient_times_pow2(total, mx.maximum(den, 1.0), e - den_exponent)
 
 
-def _check_query(q: mx.array, keys: Tokens, scale: float) -> None:
+def check_held(length: int, held: int, oldest: int, name: str) -> None:
+    """Raise ValueError unless a row still holds the raw tokens that queries at positions >= oldest read."""
+    start = packed_tiles(max(oldest, 0) + 1)
+    if max(start * TILE, min(FIRST, length)) < length - held:
+        raise ValueError(
+            f"queries from position {oldest} on need the raw {name} from token {start * TILE} on, but only the last "
+            f"{held} of {length} are held; attend with at most the tokens appended last"
+        )
+
+
+def check_query(q: mx.array, keys: Tokens, scale: float) -> None:
+    """Raise ValueError for queries, keys or a scale that do not fit."""
     heads, dim = keys.first.shape[1], keys.codec.dim
     if q.ndim != 4 or q.shape[0] != len(keys.lengths) or q.shape[3] != dim or q.shape[1] % heads or not q.shape[1]:
         raise ValueError(
@@ -416,7 +423,8 @@ def _check_query(q: mx.array, keys: Tokens, scale: float) -> None:
         raise ValueError(f"scale must be a positive number between 2^-30 and 2^20 over log2(e); got scale={scale}")
 
 
-def _check_values(q: mx.array, keys: Tokens, values: Tokens, sinks: mx.array | None) -> None:
+def check_values(q: mx.array, keys: Tokens, values: Tokens, sinks: mx.array | None) -> None:
+    """Raise ValueError for values or sinks that do not fit queries and keys."""
     if values.role != "value":
         raise ValueError(f'values must have role "value"; got role={values.role!r}')
     if values.lengths != keys.lengths or values.first.shape[1] != keys.first.shape[1]:

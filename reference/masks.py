@@ -13,7 +13,7 @@ import numpy as np
 
 from .query import clamp28
 
-__all__ = ["Mask", "MaskView", "additive_logits", "attended", "row_mask"]
+__all__ = ["Mask", "MaskView", "additive_logits", "attended", "checked_mask", "row_mask"]
 
 LOG2_E_FLOAT32 = float(np.array(0x3FB8AA3B, np.uint32).view(np.float32))
 
@@ -30,6 +30,35 @@ class MaskView:
 Mask = mx.array | str | None
 
 
+def checked_mask(
+    mask: Mask,
+    window: int | None,
+    left_padding: Sequence[int] | None,
+    query_shape: Sequence[int],
+    lengths: Sequence[int],
+    heads: int,
+) -> tuple[list[int], mx.array | None]:
+    """The padding of every row and the mask with four axes, or None for a mask without numbers.
+
+    Raises ValueError for a mask, window or padding that does not fit q [B, Hq, L, D] and keys of `heads` kv heads.
+    """
+    padding = [0] * len(lengths) if left_padding is None else [int(p) for p in left_padding]
+    if len(padding) != len(lengths) or min(padding) < 0:
+        raise ValueError(f"left_padding must be {len(lengths)} numbers >= 0; got {padding}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1; got window={window}")
+    if mask is None or isinstance(mask, str):
+        if mask not in (None, "causal"):
+            raise ValueError(f'mask must be None, "causal" or an array; got mask={mask!r}')
+        return padding, None
+    array = _four_axes(mask, query_shape, heads)
+    columns = max(n + p for n, p in zip(lengths, padding, strict=True))
+    wanted = (query_shape[0], query_shape[1], query_shape[2], columns)
+    if any(have not in (1, want) for have, want in zip(array.shape, wanted, strict=True)):
+        raise ValueError(f"mask must broadcast to {list(wanted)}; got shape {tuple(mask.shape)}")
+    return padding, array
+
+
 def row_mask(
     mask: Mask,
     window: int | None,
@@ -39,21 +68,10 @@ def row_mask(
     lengths: Sequence[int],
     heads: int,
 ) -> MaskView:
-    """Check a mask against q [B, Hq, L, D] and keys of `heads` kv heads, and take the part of one row."""
-    padding = [0] * len(lengths) if left_padding is None else [int(p) for p in left_padding]
-    if len(padding) != len(lengths) or min(padding) < 0:
-        raise ValueError(f"left_padding must be {len(lengths)} numbers >= 0; got {padding}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1; got window={window}")
-    if mask is None or isinstance(mask, str):
-        if mask not in (None, "causal"):
-            raise ValueError(f'mask must be None, "causal" or an array; got mask={mask!r}')
-        return MaskView(mask == "causal", window, None)
-    array = _four_axes(mask, query_shape, heads)
-    columns = max(n + p for n, p in zip(lengths, padding, strict=True))
-    wanted = (query_shape[0], query_shape[1], query_shape[2], columns)
-    if any(have not in (1, want) for have, want in zip(array.shape, wanted, strict=True)):
-        raise ValueError(f"mask must broadcast to {list(wanted)}; got shape {tuple(mask.shape)}")
+    """Check a mask and take the part of one row."""
+    padding, array = checked_mask(mask, window, left_padding, query_shape, lengths, heads)
+    if array is None:
+        return MaskView(mask is not None, window, None)
     part = array[row if array.shape[0] > 1 else 0]
     if part.shape[2] > 1:
         part = part[..., padding[row] : padding[row] + lengths[row]]

@@ -34,6 +34,11 @@ class Query:
     twice_exponent: mx.array
 
 
+def query_factor(scale: float) -> float:
+    """What a query is multiplied by, so that its scores are base-2 logarithms: a float32 number (section 4)."""
+    return float(np.float32(scale * LOG2_E))
+
+
 def prepare_query(q: mx.array, scale: float, keys: Tokens) -> Query:
     """q [Hk, M, D] of any floating dtype, for the keys of one row.
 
@@ -41,8 +46,7 @@ def prepare_query(q: mx.array, scale: float, keys: Tokens) -> Query:
     part common to all keys cancels.
     """
     codec = keys.codec
-    factor = float(np.float32(scale * LOG2_E))
-    plain, exponent, finite = snap(q.astype(mx.float32) * factor)
+    plain, exponent, finite = snap(q.astype(mx.float32) * query_factor(scale))
     divided = plain.astype(mx.float32)
     if keys.packed.factors is not None:
         divided = divided * pow2(-keys.packed.factors[0].astype(mx.int32))[:, None]
