@@ -29,16 +29,26 @@ SPLIT = 256
 THREADS = 256
 MAX_ROWS = 8
 """Queries that share one unpacking of a token."""
-ONE_DISPATCH = 4
-"""Splits up to which one group of a decode step reads the whole context itself."""
-WANTED_GROUPS = 512
-"""Groups that keep a large GPU busy."""
-MAX_GROUPS = 64
-"""Groups that the second dispatch joins for one query."""
-WORKERS = 256
-"""Groups of a prefill: each takes the next block of queries when it is done, so that its scratch memory is bounded."""
 MAX_LEVELS = 12
 """Levels of the tree within a group: up to 2^11 splits, 524,288 tokens."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How much work goes to one group of threads; no choice changes a bit.
+
+    one_dispatch: splits up to which a group reads the whole context itself.  wanted_groups: groups that keep a large
+    GPU busy.  max_groups: groups that the second dispatch joins for one query.  workers: groups that take blocks of queries one
+    after the other, so that the scratch memory of a prefill is bounded.
+    """
+
+    one_dispatch: int = 4
+    wanted_groups: int = 512
+    max_groups: int = 64
+    workers: int = 256
+
+
+DIVISION = Division()
 META_CALL, META_ROW = 24, 4
 
 
@@ -152,15 +162,16 @@ class _Plan:
         work = q.shape[0] * heads * -(-queries // rows)
         total = -(-max(keys.lengths) // SPLIT)
         if values is None:
-            return _Plan(rows, work, 1, total, min(work, WORKERS), 1)
+            return _Plan(rows, work, 1, total, min(work, DIVISION.workers), 1)
         splits = _power_of_two(total)
-        if total > ONE_DISPATCH and work < WANTED_GROUPS:
-            wanted = min(MAX_GROUPS, -(-WANTED_GROUPS // work), total)
+        if total > DIVISION.one_dispatch and work < DIVISION.wanted_groups:
+            wanted = min(DIVISION.max_groups, -(-DIVISION.wanted_groups // work), total)
             splits = _power_of_two(-(-total // wanted))
         splits = min(splits, 2 ** (MAX_LEVELS - 1))
         groups = -(-total // splits)
-        # A group takes work items one after the other, each with the same scratch memory.
-        workers = min(work, max(1, WORKERS if groups == 1 else max(WORKERS // groups, 64)))
+        if groups > DIVISION.max_groups:
+            raise ValueError(f"keys hold {max(keys.lengths)} tokens; at most {SPLIT * splits * DIVISION.max_groups} fit")
+        workers = min(work, DIVISION.workers if groups == 1 else max(DIVISION.workers // groups, 64))
         return _Plan(rows, work, splits, groups, workers, min(splits, total).bit_length())
 
 
@@ -284,6 +295,7 @@ def _attend_parameters(
     padded = -(-dim // 32) * 32
     parameters += [
         ("DK_PADDED", padded),
+        ("SHARES", _shares(int(variant["ROWS"]))),
         ("BK", keys.code_bits),
         ("PROD", int(keys.kind == "prod")),
         ("WORDS_K", words_per_vector(dim, keys.code_bits)),
@@ -316,15 +328,20 @@ def threadgroup_bytes(rows: int, keys: Codec, values: Codec | None, levels: int,
     """Threadgroup memory of a kernel of `rows` queries, in bytes."""
     padded = -(-keys.dim // 32) * 32
     vector = max(padded, 0 if values is None else values.dim)
-    total = rows * (4 * vector + 2 * keys.dim + 4 * 5)
+    total = rows * (4 * vector + 2 * keys.dim + 4 * 6)
     if packed:
         total += {5: 128, 6: 256, 8: 4}.get(keys.code_bits, 2048) + 16 * rows
         total += 4 * vector * rows if keys.kind == "prod" else 0
     if values is not None:
         total += 512 + rows * (3 * 32 + 48 + 512) + 1024 + 64 + levels * rows * 16
         if packed:
-            total += {5: 128, 6: 256, 8: 4}.get(values.code_bits, 2048) + rows * (1024 + 32)
+            total += {5: 128, 6: 256, 8: 4}.get(values.code_bits, 2048) + 1024 * _shares(rows) + 32 * rows
     return total
+
+
+def _shares(rows: int) -> int:
+    """Floats of a token's shares: loads of four serve up to four queries each."""
+    return rows if rows <= 2 else -(-rows // 4) * 4
 
 
 def _max_rows(keys: Codec, values: Codec | None) -> int:
@@ -376,7 +393,7 @@ def _merge_kernel(values: Codec, dtype: mx.Dtype, rows: int, inputs: tuple[str, 
         ("KAPPA_V", values.scale_shift),
         ("ROWS", rows),
         ("MERGE_ROWS", _merge_rows(values.dim)),
-        ("MERGE_LEVELS", MAX_GROUPS.bit_length()),
+        ("MERGE_LEVELS", DIVISION.max_groups.bit_length()),
         ("HAS_SINKS", int("sinks" in inputs)),
         ("QT", TYPES[dtype]),
     ]

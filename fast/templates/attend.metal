@@ -7,10 +7,11 @@
 //
 // Threads: 256. Threadgroup memory is counted in fast/attention.py.
 
-threadgroup float tg_rotated[ROWS * VECTOR];
+threadgroup float4 tg_rotated_in_fours[ROWS * VECTOR / 4];
 threadgroup char2 tg_query[ROWS * DK];
 threadgroup int tg_query_exponent[3 * ROWS];
 threadgroup int tg_position[ROWS];
+threadgroup int tg_limit[ROWS];
 threadgroup int tg_bad_query[ROWS];
 #if HAS_PACKED
 threadgroup TABLE_K tg_key_table[TABLE_K_SIZE];
@@ -33,11 +34,15 @@ threadgroup int tg_exponents[LEVELS * ROWS * 3];
 threadgroup float tg_dens[LEVELS * ROWS];
 #if HAS_PACKED
 threadgroup TABLE_V tg_value_table[TABLE_V_SIZE];
-threadgroup float tg_share[256 * ROWS];
+threadgroup float4 tg_share_in_fours[64 * SHARES];
 threadgroup float tg_share_top[8 * ROWS];
 #endif
 #endif
 
+threadgroup float* tg_rotated = (threadgroup float*)tg_rotated_in_fours;
+#if HAS_PACKED && !SCORES
+threadgroup float* tg_share = (threadgroup float*)tg_share_in_fours;
+#endif
 const int tid = int(thread_position_in_threadgroup.x);
 const int lane = int(thread_index_in_simdgroup);
 const int sg = int(simdgroup_index_in_threadgroup);
@@ -143,6 +148,7 @@ for (int r = sg; r < ROWS; r += 8) {
     tg_query_exponent[3 * r + 1] = rotated_exponent;
     tg_query_exponent[3 * r + 2] = twice_exponent;
     tg_position[r] = position;
+    tg_limit[r] = tq_packed_tiles(position);
     tg_bad_query[r] = finite ? 0 : 1;
   }
 }
@@ -210,7 +216,7 @@ for (int split = begin; split < end; split++) {
     if (tile < tiles && token >= 4) {
       const int at = (kv * meta[META_TILES] + tile) * 64 + (token & 63);
       int total[ROWS];
-      tq_score<BK>(k_words + long(at) * WORDS_K, tg_key_table, tg_rotated, total);
+      tq_score<BK>(k_words + long(at) * WORDS_K, tg_key_table, tg_rotated_in_fours, total);
       const float stored = float(k_scales[at]), scale = tq_nan(stored) ? 0.0f : stored;
 #if PROD
       int total_signs[ROWS];
@@ -251,7 +257,7 @@ for (int split = begin; split < end; split++) {
     uint raw_bad = 0u;
     TQ_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      const bool raw = tile >= tq_packed_tiles(tg_position[r]) || token < 4;
+      const bool raw = tile >= tg_limit[r] || token < 4;
       if (raw) {
         logit[r] = tq_logit(tq_join(high[r], low[r]), tg_query_exponent[3 * r] + exponent - 15);
         raw_bad |= 1u << r;
@@ -334,7 +340,7 @@ for (int split = begin; split < end; split++) {
     if (tq_nan(stored)) {
       TQ_UNROLL
       for (int r = 0; r < ROWS; r++) {
-        bad |= tile < tq_packed_tiles(tg_position[r]) ? 1u << r : 0u;
+        bad |= tile < tg_limit[r] ? 1u << r : 0u;
       }
     } else {
       value_scale = stored;
@@ -351,7 +357,7 @@ for (int split = begin; split < end; split++) {
     const int weight = may ? tq_weight(exponent * 4096 - logit[r], tg_weight_high, tg_weight_low) : 0;
     logit[r] = weight;
     const int den = simd_sum(weight);
-    const bool packed = HAS_PACKED && token >= 4 && tile < tq_packed_tiles(tg_position[r]);
+    const bool packed = HAS_PACKED && token >= 4 && tile < tg_limit[r];
     const int reach = (!packed && weight > 0) ? 32 - int(clz(uint(weight))) + value_exponent : TQ_IDENTITY;
     const int raw_top = simd_max(reach);
 #if HAS_PACKED
@@ -369,7 +375,7 @@ for (int split = begin; split < end; split++) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   TQ_UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const bool packed = HAS_PACKED && token >= 4 && tile < tq_packed_tiles(tg_position[r]);
+    const bool packed = HAS_PACKED && token >= 4 && tile < tg_limit[r];
     const int raw_top = max(tg_raw_top[(sg & 6) * ROWS + r], tg_raw_top[(sg | 1) * ROWS + r]);
     int share = 0;
     if (!packed && logit[r] > 0) {
@@ -380,9 +386,15 @@ for (int split = begin; split < end; split++) {
 #if HAS_PACKED
     const float share_top = max(tg_share_top[(sg & 6) * ROWS + r], tg_share_top[(sg | 1) * ROWS + r]);
     const float unit = share_top > 0.0f ? tq_pow2(13 - tq_float_exponent(share_top)) : 0.0f;
-    tg_share[tid * ROWS + r] = packed ? rint(float(logit[r]) * value_scale * unit) : 0.0f;
+    tg_share[tid * SHARES + r] = packed ? rint(float(logit[r]) * value_scale * unit) : 0.0f;
 #endif
   }
+#if HAS_PACKED
+  TQ_UNROLL
+  for (int r = ROWS; r < SHARES; r++) {
+    tg_share[tid * SHARES + r] = 0.0f;
+  }
+#endif
   for (int at = tid; at < 4 * ROWS; at += 256) {
     const int t = at / ROWS, r = at % ROWS;
     const int one = 2 * t * ROWS + r, two = one + ROWS;
@@ -421,7 +433,7 @@ for (int split = begin; split < end; split++) {
 #if HAS_PACKED
       if (kind == 0 && real && this_tile < tiles) {
         const int at = (kv * meta[META_VALUE_TILES] + this_tile) * 64;
-        tq_sum_codes<BV>(v_words + long(at) * WORDS_V, pair, tg_value_table, tg_share + 64 * own_tile * ROWS, part);
+        tq_sum_codes<BV>(v_words + long(at) * WORDS_V, pair, tg_value_table, tg_share + 64 * own_tile * SHARES, part);
       }
 #endif
       if (kind == 1 && real && any_raw) {

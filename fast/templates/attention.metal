@@ -65,10 +65,9 @@ inline void tq_write_output(
     const bool negative = ((tables[TQ_SIGNS + (d >> 5)] >> (d & 31)) & 1u) != 0u;
     const float o = negative ? -packed[d] : packed[d];
     float result = 0.0f;
-    if ((met & MET_POISON) != 0) {
-      result = as_type<float>(0x7fc00000);
-    } else if ((met & MET_ALLOWED) != 0) {
-      result = tq_quotient(tq_merge(o, x, raw[d], y), max(den, 1.0f), shift);
+    if ((met & MET_ALLOWED) != 0) {
+      result = (met & MET_POISON) != 0 ? as_type<float>(0x7fc00000)
+                                       : tq_quotient(tq_merge(o, x, raw[d], y), max(den, 1.0f), shift);
     }
     out[d] = Out(result);
   }

@@ -122,6 +122,9 @@ inline float tq_quotient(float a, float b, int exponent) {
 
 // Section 3.5: floor of the square root of n < 2^52.
 inline ulong tq_isqrt(ulong n) {
+  if (n == 0ul) {
+    return 0ul;
+  }
   ulong x = max(ulong(sqrt(float(n))), 1ul);
   x = (x + n / x) >> 1;
   x = (x + n / x) >> 1;

@@ -49,7 +49,7 @@ inline float2 tq_pair(uint2 codes, int pair, threadgroup const float* table) {
 
 // total[r] = sum over d of query[r][d] c_d; query numbers have at most 12 bits and a sign, centroids 7.
 template <int BITS, typename Table>
-inline void tq_score(device const uint* words, Table table, threadgroup const float* query, thread int* total) {
+inline void tq_score(device const uint* words, Table table, threadgroup const float4* query, thread int* total) {
   TQ_UNROLL
   for (int r = 0; r < ROWS; r++) {
     total[r] = 0;
@@ -64,14 +64,16 @@ inline void tq_score(device const uint* words, Table table, threadgroup const fl
     for (int i = 0; i < 4; i++) {
       if (first + i < (DK + 7) / 8) {
         const uint2 codes = tq_group<BITS, DK>(words, first + i);
+        const float2 a = tq_pair<BITS>(codes, 0, table), b = tq_pair<BITS>(codes, 1, table);
+        const float2 c = tq_pair<BITS>(codes, 2, table), d = tq_pair<BITS>(codes, 3, table);
         TQ_UNROLL
-        for (int pair = 0; pair < 4; pair++) {
-          const float2 c = tq_pair<BITS>(codes, pair, table);
-          threadgroup const float* at = query + 8 * (first + i) + 2 * pair;
-          TQ_UNROLL
-          for (int r = 0; r < ROWS; r++) {
-            run[r] = fma(c.y, at[r * VECTOR + 1], fma(c.x, at[r * VECTOR], run[r]));
-          }
+        for (int r = 0; r < ROWS; r++) {
+          threadgroup const float4* at = query + (r * VECTOR >> 2) + 2 * (first + i);
+          const float4 low = at[0], high = at[1];
+          run[r] = fma(a.y, low.y, fma(a.x, low.x, run[r]));
+          run[r] = fma(b.y, low.w, fma(b.x, low.z, run[r]));
+          run[r] = fma(c.y, high.y, fma(c.x, high.x, run[r]));
+          run[r] = fma(d.y, high.w, fma(d.x, high.z, run[r]));
         }
       }
     }

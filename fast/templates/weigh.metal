@@ -1,5 +1,24 @@
 // Weighted sums of values by tile, and the tree that joins the sums of splits (section 5).
 
+// The shares of one token for all rows; SHARES is ROWS, rounded up to fours above 2.
+inline void tq_load_shares(threadgroup const float* from, thread float* u) {
+  if (SHARES <= 2) {
+    TQ_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      u[r] = from[r];
+    }
+  } else {
+    TQ_UNROLL
+    for (int r = 0; r < SHARES; r += 4) {
+      const float4 four = *(threadgroup const float4*)(from + r);
+      u[r] = four.x;
+      u[r + (SHARES > 2 ? 1 : 0)] = four.y;
+      u[r + (SHARES > 2 ? 2 : 0)] = four.z;
+      u[r + (SHARES > 2 ? 3 : 0)] = four.w;
+    }
+  }
+}
+
 // part[2 r], part[2 r + 1]: a pair of coordinates summed over the 64 tokens of a tile; 16 products of 20 bits at a time.
 template <int BITS, typename Table>
 inline void tq_sum_codes(
@@ -17,11 +36,12 @@ inline void tq_sum_codes(
     }
     for (int t = first; t < first + 16; t++) {
       const float2 c = tq_pair<BITS>(tq_group<BITS, DV>(words + t * WORDS_V, pair >> 2), pair & 3, table);
+      float u[SHARES];
+      tq_load_shares(share + t * SHARES, u);
       TQ_UNROLL
       for (int r = 0; r < ROWS; r++) {
-        const float u = share[t * ROWS + r];
-        run[2 * r] = fma(u, c.x, run[2 * r]);
-        run[2 * r + 1] = fma(u, c.y, run[2 * r + 1]);
+        run[2 * r] = fma(u[r], c.x, run[2 * r]);
+        run[2 * r + 1] = fma(u[r], c.y, run[2 * r + 1]);
       }
     }
     TQ_UNROLL
