@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -19,7 +20,7 @@ from turboquant_vlm.reference.packing import words_per_vector
 from turboquant_vlm.reference.query import query_factor
 from turboquant_vlm.reference.types import Codec, Tokens, packed_tiles
 
-from .kernels import THREADGROUP_BYTES, TYPES, Kernel, Parameter, build, dtype_name, rotation_parameters
+from .kernels import THREADGROUP_BYTES, TYPES, Kernel, Parameter, build, dtype_name, remembered, rotation_parameters
 from .tables import codec_tables
 
 __all__ = ["attend", "scores"]
@@ -38,8 +39,8 @@ class Division:
     """How much work goes to one group of threads; no choice changes a bit.
 
     one_dispatch: splits up to which a group reads the whole context itself.  wanted_groups: groups that keep a large
-    GPU busy.  max_groups: groups that the second dispatch joins for one query.  workers: groups that take blocks of queries one
-    after the other, so that the scratch memory of a prefill is bounded.
+    GPU busy.  max_groups: groups that the second dispatch joins for one query.  workers: groups that take blocks of
+    queries one after the other, so that the scratch memory of a prefill is bounded.
     """
 
     one_dispatch: int = 4
@@ -82,7 +83,7 @@ def attend(
                            padding, plan)
     if array is not None:
         inputs["mask"] = array
-    heads, dim = keys.first.shape[1], values.codec.dim
+    dim = values.codec.dim
     outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     if plan.groups == 1:
         outputs["out"] = (out_shape, q.dtype)
@@ -95,7 +96,7 @@ def attend(
     if with_sinks and plan.groups == 1:
         inputs["sinks"] = _padded(sinks)
     variant["HAS_SINKS"] = int("sinks" in inputs)
-    kernel = _attend_kernel(tuple(sorted(variant.items())), keys.codec, values.codec, tuple(inputs), tuple(outputs))
+    kernel = _attend_kernel(tuple(variant.items()), keys.codec, values.codec, tuple(inputs), tuple(outputs))
     results = kernel(inputs, (plan.groups, plan.workers, 1), THREADS, list(outputs.values()))
     if plan.groups == 1:
         return results[0]
@@ -104,7 +105,8 @@ def attend(
         merge_inputs["sinks"] = _padded(sinks)
     merge = _merge_kernel(values.codec, q.dtype, plan.rows, tuple(merge_inputs))
     merge_rows = _merge_rows(dim)
-    return merge(merge_inputs, (-(-plan.work * plan.rows // merge_rows), 1, 1), 32 * merge_rows, [(out_shape, q.dtype)])[0]
+    merge_groups = -(-plan.work * plan.rows // merge_rows)
+    return merge(merge_inputs, (merge_groups, 1, 1), 32 * merge_rows, [(out_shape, q.dtype)])[0]
 
 
 def scores(
@@ -130,7 +132,7 @@ def scores(
                            padding, plan)
     if array is not None:
         inputs["mask"] = array
-    kernel = _attend_kernel(tuple(sorted(variant.items())), keys.codec, None, tuple(inputs), ("logits",))
+    kernel = _attend_kernel(tuple(variant.items()), keys.codec, None, tuple(inputs), ("logits",))
     return kernel(inputs, (plan.groups, plan.workers, 1), THREADS, [(shape, mx.int32)])[0]
 
 
@@ -139,7 +141,8 @@ class _Plan:
     """How the work of a call is divided.
 
     rows: queries of a group.  work: blocks of `rows` queries in all rows and kv heads.  splits: splits of a group.
-    groups: groups that share the splits of one block.  workers: blocks at work at a time.  levels: of the tree in a group.
+    groups: groups that share the splits of one block.  workers: blocks at work at a time.  levels: of the tree in
+    a group.
     """
 
     rows: int
@@ -170,7 +173,8 @@ class _Plan:
         splits = min(splits, 2 ** (MAX_LEVELS - 1))
         groups = -(-total // splits)
         if groups > DIVISION.max_groups:
-            raise ValueError(f"keys hold {max(keys.lengths)} tokens; at most {SPLIT * splits * DIVISION.max_groups} fit")
+            most = SPLIT * splits * DIVISION.max_groups
+            raise ValueError(f"keys must hold at most {most} tokens a row; got {max(keys.lengths)}")
         workers = min(work, DIVISION.workers if groups == 1 else max(DIVISION.workers // groups, 64))
         return _Plan(rows, work, splits, groups, workers, min(splits, total).bit_length())
 
@@ -198,7 +202,8 @@ def _key_inputs(q: mx.array, keys: Tokens) -> dict[str, mx.array]:
         inputs |= {"k_words": packed.words, "k_scales": packed.scales, "k_tables": codec_tables(keys.codec)}
         heads, dim = keys.first.shape[1], keys.codec.dim
         factors, base, exponent = packed.factors, packed.base, packed.base_exponent
-        assert base is not None and exponent is not None
+        assert base is not None
+        assert exponent is not None
         zeros = mx.zeros((len(keys.lengths), heads, dim), mx.int8)
         inputs |= {"k_base": base, "k_base_exponent": exponent, "k_factors": zeros if factors is None else factors}
         if packed.sign_words is not None and packed.sign_scales is not None:
@@ -284,7 +289,13 @@ def _meta(
     call += [0] * (META_CALL - len(call))
     for n, k, v, p in zip(keys.lengths, keys.held, other.held, padding, strict=True):
         call += [n, k, v, p]
-    return mx.array(call, mx.int32)
+    return _numbers(tuple(call))
+
+
+@lru_cache(maxsize=64)
+def _numbers(values: tuple[int, ...]) -> mx.array:
+    # The layers of a model ask for the same numbers one after the other.
+    return mx.array(values, mx.int32)
 
 
 def _attend_parameters(
@@ -344,6 +355,7 @@ def _shares(rows: int) -> int:
     return rows if rows <= 2 else -(-rows // 4) * 4
 
 
+@remembered
 def _max_rows(keys: Codec, values: Codec | None) -> int:
     """The most queries of a group whose threadgroup memory fits."""
     for rows in range(MAX_ROWS, 0, -1):
@@ -369,6 +381,7 @@ def _name(stem: str, keys: Codec, values: Codec | None, variant: dict[str, Param
     return f"turboquant_{stem}_{key}{value}_rows{variant['ROWS']}_{types}{extra}"
 
 
+@remembered
 def _attend_kernel(
     variant: tuple[tuple[str, Parameter], ...],
     keys: Codec,
@@ -387,6 +400,7 @@ def _merge_rows(dim: int) -> int:
     return 4 if dim <= 512 else 2
 
 
+@remembered
 def _merge_kernel(values: Codec, dtype: mx.Dtype, rows: int, inputs: tuple[str, ...]) -> Kernel:
     parameters: list[tuple[str, Parameter]] = [
         *rotation_parameters("DV", values.dim),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -18,6 +18,7 @@ from . import launch
 from .tables import OFFSETS, order
 
 Parameter = int | str
+F = TypeVar("F", bound=Callable[..., Any])
 
 TYPES = {mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.float32: "float"}
 """Metal's names of the dtypes of a model."""
@@ -55,13 +56,29 @@ class Kernel:
         )
 
 
-@cache
+_remembered: list[Any] = []
+
+
+def remembered(function: F) -> F:
+    """`functools.cache`, emptied by `forget`."""
+    cached = cache(function)
+    _remembered.append(cached)
+    return cast(F, cached)
+
+
+def forget() -> None:
+    """Drops every kernel and template, so that the next call reads the text again."""
+    for cached in _remembered:
+        cached.cache_clear()
+
+
+@remembered
 def template(name: str) -> str:
     """The text of `templates/<name>.metal`."""
     return (resources.files(__package__) / "templates" / f"{name}.metal").read_text(encoding="utf-8")
 
 
-@cache
+@remembered
 def build(
     name: str,
     body: str,

@@ -1,7 +1,7 @@
 """How a kernel is started: by Metal on a Mac, or by whatever a caller puts in its place.
 
-A launcher is called like the object that `mx.fast.metal_kernel` returns, with that object in front. Putting another one in its
-place is how the same text runs on a machine without Metal, or is counted, or is made to fail.
+A launcher is called like the object that `mx.fast.metal_kernel` returns, with that object in front. Putting another
+one in its place is how the same text runs on a machine without Metal, or is counted, or is made to fail.
 """
 
 from __future__ import annotations
