@@ -29,7 +29,7 @@ from .compare import compare
 BITS = (1, 2, 3, 4, 5, 6, 8)
 DIMS = (64, 72, 80, 96, 100, 112, 120, 128, 160, 176, 192, 200, 256, 320, 512, 576)
 QUERIES = (1, 2, 3, 4, 8, 16, 33, 100)
-LENGTHS = (
+LENGTHS: tuple[int, ...] = (
     1,
     3,
     4,
@@ -57,8 +57,8 @@ LENGTHS = (
     289,
     320,
 )
-LONG = (351, 352, 353, 511, 512, 513, 543, 544, 545, 767, 768, 769, 1023, 1024, 1025, 1056)
-VERY_LONG = (1087, 1088, 1281, 1537, 2049, 2080)
+LONG: tuple[int, ...] = (351, 352, 353, 511, 512, 513, 543, 544, 545, 767, 768, 769, 1023, 1024, 1025, 1056)
+VERY_LONG: tuple[int, ...] = (1087, 1088, 1281, 1537, 2049, 2080)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 MASKS = ("none", "causal", "bool", "additive")
 
@@ -162,7 +162,7 @@ def shapes(count: int) -> Iterator[Shape]:
 
 
 def _values(rng: np.random.Generator, shape: Sequence[int], dtype: mx.Dtype, key: bool) -> mx.array:
-    x = rng.standard_normal(tuple(shape)).astype(np.float32)
+    x: Any = rng.standard_normal(tuple(shape)).astype(np.float32)
     if key:
         # A part common to all keys and channels of different size, as models have them.
         x = x * np.exp(rng.standard_normal(shape[-1])).astype(np.float32) + 4 * rng.standard_normal(shape[-1])
@@ -211,7 +211,7 @@ def inputs(shape: Shape, backend: ModuleType) -> dict[str, Any]:
 def differences(shape: Shape, backend: ModuleType, other: ModuleType = reference) -> list[str]:
     """What differs between two backends in one case: codes, scores and outputs, bit by bit."""
     ours, theirs = inputs(shape, backend), inputs(shape, other)
-    problems = []
+    problems: list[Any] = []
     for name in ("keys", "values"):
         for field, array in theirs[name].packed.arrays().items():
             got = ours[name].packed.arrays().get(field)

@@ -92,7 +92,7 @@ def build(
     defines = "".join(f"#define {key} {value}\n" for key, value in constants)
     header = defines + "".join(template(part) for part in parts)
     text = template(body)
-    metal = mx.fast.metal_kernel(
+    metal: Any = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=text, header=header
     )
     return Kernel(name, metal, header, text, inputs, outputs)

@@ -18,6 +18,9 @@ unwritten, races within and across threadgroups, barriers and simd functions tha
 sums that depend on their order, shifts, overflows and conversions without a defined result, endless loops.
 :func:`strict_check` compiles the text with clang, when there is one, to check address spaces and implicit conversions.
 
+:func:`count_operations` counts what a launch does, by category and by the memory it touches, and needs clang;
+:class:`Recorder` keeps the launches of a computation for it.
+
 Limits. There is no Apple compiler here: no fast-math, no fused operations, no limit on registers, and transcendental
 functions are the C library's, not Apple's bits. Two overloads that differ only in their address space do not compile.
 Threads of a threadgroup take turns, so a thread that spins until another acts is reported as a hang. Simd functions
@@ -26,33 +29,63 @@ findings, addr2line, on Linux, x86-64 or arm64.
 """
 
 from .build import MetalCompileError, NoCompilerError, compiler
-from .capture import capture, capture_all, host_call, host_run
+from .capture import capture, capture_all, dispatch_of, host_call, host_run
+from .count import (
+    BufferTraffic,
+    CountIRError,
+    Counts,
+    Launch,
+    Marginal,
+    NoClangError,
+    count_operations,
+    count_unavailable_reason,
+    per_element,
+    per_kernel,
+    sum_of,
+)
 from .dispatch import Dispatch
 from .findings import KINDS, Finding, Findings, FindingsError
 from .launch import Result, run, run_orders, run_source
+from .record import Recorder, checked_outputs, counted_outputs, mlx_vlm_kernels
 from .strict import StrictResult, strict_check
 from .translate import MetalTextError
 
 __all__ = [
     "KINDS",
+    "BufferTraffic",
+    "CountIRError",
+    "Counts",
     "Dispatch",
     "Finding",
     "Findings",
     "FindingsError",
+    "Launch",
+    "Marginal",
     "MetalCompileError",
     "MetalTextError",
+    "NoClangError",
     "NoCompilerError",
+    "Recorder",
     "Result",
     "StrictResult",
     "available",
     "capture",
     "capture_all",
+    "checked_outputs",
+    "count_operations",
+    "count_unavailable_reason",
+    "counted_outputs",
+    "dispatch_of",
     "host_call",
     "host_run",
+    "mlx_vlm_kernels",
+    "per_element",
+    "per_kernel",
     "run",
     "run_orders",
     "run_source",
     "strict_check",
+    "sum_of",
     "unavailable_reason",
 ]
 

@@ -74,7 +74,7 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _emulator_digest() -> str:
+def emulator_digest() -> str:
     digest = hashlib.sha256()
     for file in sorted(EMULATOR.iterdir()):
         if file.suffix in (".h", ".cpp"):
@@ -83,7 +83,7 @@ def _emulator_digest() -> str:
     return digest.hexdigest()
 
 
-def _place(target: Path, command: list[str], output_flag: str = "-o") -> subprocess.CompletedProcess[str]:
+def place(target: Path, command: list[str], output_flag: str = "-o") -> subprocess.CompletedProcess[str]:
     """Runs a compiler command whose output appears at ``target`` whole or not at all."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
     os.close(handle)
@@ -100,10 +100,10 @@ def _place(target: Path, command: list[str], output_flag: str = "-o") -> subproc
 @functools.cache
 def runtime() -> tuple[ctypes.CDLL, Path]:
     """The scheduler and its checks, compiled on first use and loaded once."""
-    path = cache_folder() / f"runtime-{_emulator_digest()[:24]}.so"
+    path = cache_folder() / f"runtime-{emulator_digest()[:24]}.so"
     if not path.exists():
         sources = [str(EMULATOR / name) for name in ("scheduler.cpp", "hooks.cpp")]
-        done = _place(path, [compiler()[0], *_RUNTIME_FLAGS, f"-Wl,-soname,{path.name}", *sources])
+        done = place(path, [compiler()[0], *_RUNTIME_FLAGS, f"-Wl,-soname,{path.name}", *sources])
         if done.returncode:
             raise MetalCompileError(f"the emulator's runtime does not compile:\n{done.stderr}")
     return ctypes.CDLL(str(path)), path
@@ -111,7 +111,7 @@ def runtime() -> tuple[ctypes.CDLL, Path]:
 
 def _prelude() -> Path:
     """The emulated standard library, compiled once into a precompiled header."""
-    folder = cache_folder() / f"include-{_emulator_digest()[:24]}"
+    folder = cache_folder() / f"include-{emulator_digest()[:24]}"
     header = folder / "metal_host.h"
     compiled = folder / "metal_host.h.gch"
     if not compiled.exists():
@@ -121,7 +121,7 @@ def _prelude() -> Path:
             os.write(handle, file.read_bytes())
             os.close(handle)
             os.replace(name, folder / file.name)
-        done = _place(compiled, [compiler()[0], *_KERNEL_FLAGS, "-x", "c++-header", str(header)])
+        done = place(compiled, [compiler()[0], *_KERNEL_FLAGS, "-x", "c++-header", str(header)])
         if done.returncode:
             raise MetalCompileError(f"the emulated Metal library does not compile:\n{done.stderr}")
     return header
@@ -130,7 +130,7 @@ def _prelude() -> Path:
 @functools.lru_cache(maxsize=512)
 def build(translation: Translation) -> Path:
     """The shared library of a translated kernel. Raises :class:`MetalCompileError`."""
-    key = hashlib.sha256(f"{_emulator_digest()}\0{translation.code}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{emulator_digest()}\0{translation.code}".encode()).hexdigest()[:32]
     path = cache_folder() / f"kernel-{key}.so"
     if path.exists():
         return path
@@ -140,7 +140,7 @@ def build(translation: Translation) -> Path:
         file.write(translation.code)
     os.replace(name, source)
     command = [compiler()[0], *_KERNEL_FLAGS, "-shared", "-include", str(_prelude()), str(source)]
-    done = _place(path, [*command, str(runtime()[1]), "-lm", "-lgcc"])
+    done = place(path, [*command, str(runtime()[1]), "-lm", "-lgcc"])
     if done.returncode:
         raise MetalCompileError(f"the Metal text of {translation.kernel} does not compile:\n{done.stderr}")
     return path

@@ -86,6 +86,33 @@ def _keep(kernel: Callable[..., Any]) -> Callable[..., Any]:
 _captured = _Captured()
 
 
+def dispatch_of(
+    kernel: Callable[..., Any],
+    *,
+    inputs: Sequence[Any],
+    output_shapes: Sequence[Sequence[int]],
+    output_dtypes: Sequence[mx.Dtype],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    template: Sequence[tuple[str, Any]] | None = None,
+    init_value: float | None = None,
+) -> Dispatch:
+    """The launch that one call of a ``mx.fast.metal_kernel`` kernel would make. Nothing runs."""
+    arrays = [as_mlx(x) for x in inputs]
+    call: dict[str, Any] = {
+        "output_shapes": [tuple(s) for s in output_shapes],
+        "output_dtypes": list(output_dtypes),
+        "grid": tuple(grid),
+        "threadgroup": tuple(threadgroup),
+    }
+    if template is not None:
+        call["template"] = list(template)
+    dispatch = _captured.get(kernel, arrays, call)
+    if init_value is not None:
+        dispatch = Dispatch(**{**dispatch.__dict__, "init_value": init_value})
+    return dispatch
+
+
 def host_run(
     kernel: Callable[..., Any],
     *,
@@ -100,17 +127,16 @@ def host_run(
 ) -> Result:
     """Runs one call of a ``mx.fast.metal_kernel`` kernel on the host. ``options`` are those of :func:`run`."""
     arrays = [as_mlx(x) for x in inputs]
-    call: dict[str, Any] = {
-        "output_shapes": [tuple(s) for s in output_shapes],
-        "output_dtypes": list(output_dtypes),
-        "grid": tuple(grid),
-        "threadgroup": tuple(threadgroup),
-    }
-    if template is not None:
-        call["template"] = list(template)
-    dispatch = _captured.get(kernel, arrays, call)
-    if init_value is not None:
-        dispatch = Dispatch(**{**dispatch.__dict__, "init_value": init_value})
+    dispatch = dispatch_of(
+        kernel,
+        inputs=arrays,
+        output_shapes=output_shapes,
+        output_dtypes=output_dtypes,
+        grid=grid,
+        threadgroup=threadgroup,
+        template=template,
+        init_value=init_value,
+    )
     return run(dispatch, arrays, **options)
 
 

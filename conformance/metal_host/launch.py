@@ -122,7 +122,8 @@ def _mask(checks: bool | Iterable[str]) -> int:
     return sum(1 << KINDS.index(kind) for kind in set(checks))
 
 
-def _validate(dispatch: Dispatch) -> None:
+def validate(dispatch: Dispatch) -> None:
+    """Raises ``ValueError`` for sizes that no launch can have, or that the runner does not take."""
     total = int(np.prod([min(g, t) for g, t in zip(dispatch.grid, dispatch.threadgroup, strict=True)]))
     if min(*dispatch.grid, *dispatch.threadgroup) < 1:
         raise ValueError(f"grid and threadgroup must be positive; got {dispatch.grid} and {dispatch.threadgroup}")
@@ -133,7 +134,7 @@ def _validate(dispatch: Dispatch) -> None:
         raise ValueError(f"the host runner takes fewer than {1 << 22} threadgroups; grid {dispatch.grid} has {groups}")
 
 
-def _bind(dispatch: Dispatch, translation: Translation, inputs: Sequence[Any]) -> list[Buffer]:
+def bind(dispatch: Dispatch, translation: Translation, inputs: Sequence[Any]) -> list[Buffer]:
     """One buffer per [[buffer(i)]]: inputs in order, each with the shape, strides and ndim that the text asks for,
     then outputs."""
     parameters = translation.buffers
@@ -244,6 +245,42 @@ def _execute(launch: _Launch, report: _Report) -> None:
             raise MemoryError("the Metal host runner could not reserve memory for the launch")
 
 
+def execute(dispatch: Dispatch, buffers: list[Buffer], entry: int, **options: Any) -> tuple[_Report, list[mx.array]]:
+    """Runs the entry function of a built kernel on bound buffers; gives the emulator's report and the outputs.
+
+    ``options`` are the remaining fields of the emulator's launch.
+    """
+    results: list[Array] = [np.zeros(max(1, b.size), np.uint8) for b in buffers if b.output]
+    pending = iter(results)
+    native = (_Buffer * max(1, len(buffers)))()
+    for n, b in zip(native, buffers, strict=False):
+        n.data = b.data.ctypes.data if b.data is not None and b.size else None
+        n.out = next(pending).ctypes.data if b.output else None
+        n.size, n.offset, n.item_size = b.size, b.offset, b.item_size
+        n.flags = b.output | b.initialised << 1
+    launch = _Launch(
+        entry=entry,
+        buffers=native,
+        buffer_count=len(buffers),
+        grid=dispatch.grid,
+        group=dispatch.threadgroup,
+        **options,
+    )
+    report = _Report()
+    _execute(launch, report)
+    if report.want_byte_shadow:
+        # Some access was smaller than an element: watch each byte, so that neighbours do not look like one place.
+        launch.byte_shadow = 1
+        _execute(launch, report)
+    outputs = [
+        from_bits(bits[: b.size].view(STORAGE[dtype]), shape, dtype)
+        for bits, b, shape, dtype in zip(
+            results, (b for b in buffers if b.output), dispatch.output_shapes, dispatch.output_dtypes, strict=True
+        )
+    ]
+    return report, outputs
+
+
 def run(
     dispatch: Dispatch,
     inputs: Sequence[Any],
@@ -267,26 +304,16 @@ def run(
     Raises ``MetalTextError`` or ``MetalCompileError`` for text that cannot be run. Faults do not raise: look at
     ``findings``.
     """
-    _validate(dispatch)
+    validate(dispatch)
     translation = translate(dispatch.source, dispatch.template_arguments)
     library = build(translation)
-    buffers = _bind(dispatch, translation, inputs)
-    results: list[Array] = [np.zeros(max(1, b.size), np.uint8) for b in buffers if b.output]
-    pending = iter(results)
-    native = (_Buffer * max(1, len(buffers)))()
-    for n, b in zip(native, buffers, strict=False):
-        n.data = b.data.ctypes.data if b.data is not None and b.size else None
-        n.out = next(pending).ctypes.data if b.output else None
-        n.size, n.offset, n.item_size = b.size, b.offset, b.item_size
-        n.flags = b.output | b.initialised << 1
+    buffers = bind(dispatch, translation, inputs)
     thread_order, seed = _order(order, "order", ("forward", "reverse", "shuffle"))
     float_order, float_seed = _order(simd_float_order, "simd_float_order", ("tree", "forward", "reverse", "shuffle"))
-    launch = _Launch(
-        entry=load(library),
-        buffers=native,
-        buffer_count=len(buffers),
-        grid=dispatch.grid,
-        group=dispatch.threadgroup,
+    report, outputs = execute(
+        dispatch,
+        buffers,
+        load(library),
         order=thread_order,
         float_order=float_order,
         poison=poison,
@@ -295,22 +322,10 @@ def run(
         checks=_mask(checks),
         timeout=timeout,
     )
-    report = _Report()
-    _execute(launch, report)
-    if report.want_byte_shadow:
-        # Some access was smaller than an element: watch each byte, so that neighbours do not look like one place.
-        launch.byte_shadow = 1
-        _execute(launch, report)
     findings = _Reporter(dispatch, translation, buffers, report).findings(library)
     if checks is True and int(np.prod(dispatch.threadgroup)) > _SAFE_THREADS:
         text = f"{dispatch.threadgroup}; ask for at most {_SAFE_THREADS}"
         findings.items.append(Finding("threadgroup_size", None, "", text))
-    outputs = [
-        from_bits(bits[: b.size].view(STORAGE[dtype]), shape, dtype)
-        for bits, b, shape, dtype in zip(
-            results, (b for b in buffers if b.output), dispatch.output_shapes, dispatch.output_dtypes, strict=True
-        )
-    ]
     return Result(outputs, findings, not report.aborted, report.threads, report.accesses, report.threadgroup_bytes)
 
 

@@ -31,6 +31,11 @@ namespace metal {
 #define TQ_FLOAT1(name, expression) \
   TQ_INLINE float name(float a) { return expression; } \
   TQ_LIFT1(name, T, T)
+#ifdef TQ_COUNT
+#define TQ_FLOAT1_OP(name, expression) TQ_FLOAT1(name, tq_op_##name(a))
+#else
+#define TQ_FLOAT1_OP(name, expression) TQ_FLOAT1(name, expression)
+#endif
 #define TQ_TEST1(name, expression) \
   TQ_INLINE bool name(float a) { return expression; } \
   TQ_LIFT1(name, bool, bool)
@@ -48,12 +53,12 @@ TQ_FLOAT1(rint, __builtin_rintf(a))
 TQ_FLOAT1(round, __builtin_roundf(a))
 TQ_FLOAT1(trunc, __builtin_truncf(a))
 TQ_FLOAT1(fabs, __builtin_fabsf(a))
-TQ_FLOAT1(fract, __builtin_fminf(a - __builtin_floorf(a), 0.99999994f))
+TQ_FLOAT1_OP(fract, __builtin_fminf(a - __builtin_floorf(a), 0.99999994f))
 TQ_FLOAT1(sqrt, __builtin_sqrtf(a))
-TQ_FLOAT1(rsqrt, 1.0f / __builtin_sqrtf(a))
+TQ_FLOAT1_OP(rsqrt, 1.0f / __builtin_sqrtf(a))
 TQ_FLOAT1(exp, __builtin_expf(a))
 TQ_FLOAT1(exp2, __builtin_exp2f(a))
-TQ_FLOAT1(exp10, __builtin_powf(10.0f, a))
+TQ_FLOAT1_OP(exp10, __builtin_powf(10.0f, a))
 TQ_FLOAT1(log, __builtin_logf(a))
 TQ_FLOAT1(log2, __builtin_log2f(a))
 TQ_FLOAT1(log10, __builtin_log10f(a))
@@ -66,8 +71,8 @@ TQ_FLOAT1(atan, __builtin_atanf(a))
 TQ_FLOAT1(sinh, __builtin_sinhf(a))
 TQ_FLOAT1(cosh, __builtin_coshf(a))
 TQ_FLOAT1(tanh, __builtin_tanhf(a))
-TQ_FLOAT1(saturate, __builtin_fminf(__builtin_fmaxf(a, 0.0f), 1.0f))
-TQ_FLOAT1(sign, a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a == 0.0f ? a : 0.0f)
+TQ_FLOAT1_OP(saturate, __builtin_fminf(__builtin_fmaxf(a, 0.0f), 1.0f))
+TQ_FLOAT1_OP(sign, a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a == 0.0f ? a : 0.0f)
 TQ_TEST1(isnan, __builtin_isnan(a))
 TQ_TEST1(isinf, __builtin_isinf(a))
 TQ_TEST1(isfinite, __builtin_isfinite(a))
@@ -137,25 +142,31 @@ TQ_INLINE bool all(bool a) { return a; }
 // ---- integers -----------------------------------------------------------------------------------------------------
 template <class T> TQ_INLINE if_integral<T> popcount(T a) { return T(__builtin_popcountl(typename unsigned_of<T>::type(a))); }
 template <class T> TQ_INLINE if_integral<T> clz(T a) {
+  TQ_COUNTED(sizeof(T) == 4, T(tq_op_clz(uint(a))))
   const ulong u = typename unsigned_of<T>::type(a);
   return T(u ? __builtin_clzl(u) - int(64 - 8 * sizeof(T)) : int(8 * sizeof(T)));
 }
 template <class T> TQ_INLINE if_integral<T> ctz(T a) {
+  TQ_COUNTED(sizeof(T) == 4, T(tq_op_ctz(uint(a))))
   const ulong u = typename unsigned_of<T>::type(a);
   return T(u ? __builtin_ctzl(u) : int(8 * sizeof(T)));
 }
 template <class T> TQ_INLINE if_integral<T> reverse_bits(T a) {
+  TQ_COUNTED(sizeof(T) == 4, T(tq_op_reverse_bits(uint(a))))
   typedef typename unsigned_of<T>::type U;
   U u = U(a), r = 0;
   for (uint i = 0; i < 8 * sizeof(T); ++i) r = U(r | U(u >> i & 1) << (8 * sizeof(T) - 1 - i));
   return T(r);
 }
 template <class T> TQ_INLINE if_integral<T> rotate(T a, T by) {
+  TQ_COUNTED(sizeof(T) == 4, T(tq_op_rotate(uint(a), uint(by))))
   typedef typename unsigned_of<T>::type U;
   const uint width = 8 * sizeof(T), s = uint(U(by)) & (width - 1);
   return T(U(a) << s | U(a) >> ((width - s) & (width - 1)));
 }
 template <class T> TQ_INLINE if_integral<T> mulhi(T a, T b) {
+  TQ_COUNTED(sizeof(T) == 4 && is_signed_v<T>, T(tq_op_mulhi_signed(a, b)))
+  TQ_COUNTED(sizeof(T) == 4 && !is_signed_v<T>, T(tq_op_mulhi(a, b)))
   if constexpr (sizeof(T) == 8) {
     if constexpr (is_signed_v<T>) return T((__int128(a) * b) >> 64);
     else return T((static_cast<unsigned __int128>(a) * b) >> 64);
@@ -184,6 +195,8 @@ template <class T> TQ_INLINE if_integral<T> subsat(T a, T b) {
   else return T(0);
 }
 template <class T> TQ_INLINE if_integral<T> extract_bits(T x, uint offset, uint bits) {
+  TQ_COUNTED(sizeof(T) == 4 && is_signed_v<T>, T(tq_op_extract_signed_bits(x, offset, bits)))
+  TQ_COUNTED(sizeof(T) == 4 && !is_signed_v<T>, T(tq_op_extract_bits(x, offset, bits)))
   typedef typename unsigned_of<T>::type U;
   const uint width = 8 * sizeof(T);
   if (!bits) return T(0);
@@ -192,6 +205,7 @@ template <class T> TQ_INLINE if_integral<T> extract_bits(T x, uint offset, uint 
   else return T(U(U(U(x) >> offset) << drop) >> drop);
 }
 template <class T> TQ_INLINE if_integral<T> insert_bits(T base, T insert, uint offset, uint bits) {
+  TQ_COUNTED(sizeof(T) == 4, T(tq_op_insert_bits(uint(base), uint(insert), offset, bits)))
   typedef typename unsigned_of<T>::type U;
   const uint width = 8 * sizeof(T);
   if (!bits) return base;

@@ -123,6 +123,10 @@ inline void ballot(tq_simd_op* op) {
 
 template <class T, class R = T> TQ_INLINE R call(tq_simd_fn fn, const T& value, uint argument, uint line) {
   static_assert(sizeof(T) <= TQ_SLOT, "simd functions take scalars and vectors");
+  TQ_COUNTED(sizeof(T) == 8, as_type<R>(tq_op_simd64(fn, as_type<ulong>(value), argument, line)))
+  TQ_COUNTED(sizeof(T) == 4, as_type<R>(tq_op_simd32(fn, as_type<uint>(value), argument, line)))
+  TQ_COUNTED(sizeof(T) == 2, as_type<R>(tq_op_simd16(fn, as_type<ushort>(value), argument, line)))
+  TQ_COUNTED(sizeof(T) == 1, as_type<R>(tq_op_simd8(fn, as_type<uchar>(value), argument, line)))
   alignas(16) unsigned char buffer[TQ_SLOT];
   tq_copy(buffer, &value, sizeof(T));
   tq_simd(fn, buffer, buffer, sizeof(R) > sizeof(T) ? sizeof(R) : sizeof(T), argument, line);
@@ -135,24 +139,39 @@ struct Vote { ulong mask; uint active, unused; };
 
 }  // namespace simd_detail
 
+// For counting, a simd function of a vector is one of each component.
+#ifdef TQ_COUNT
+#define TQ_SIMD_PARTS(name) \
+  template <class R, int N> TQ_INLINE vec<R, N> name(const vec<R, N>& a, TQ_HERE) { TQ_EACH(name(a.v[i], tq_line)); }
+#define TQ_SIMD_MOVE_PARTS(name) \
+  template <class R, int N> TQ_INLINE vec<R, N> name(const vec<R, N>& a, ushort by, TQ_HERE) { \
+    TQ_EACH(name(a.v[i], by, tq_line)); \
+  }
+#else
+#define TQ_SIMD_PARTS(name)
+#define TQ_SIMD_MOVE_PARTS(name)
+#endif
 #define TQ_SIMD_REDUCE(name, O) \
   template <class T> TQ_INLINE T name(T v, TQ_HERE) { \
     return simd_detail::call<T>(simd_detail::reduce<simd_detail::O, T>, v, 0, tq_line); \
-  }
+  } \
+  TQ_SIMD_PARTS(name)
 TQ_SIMD_REDUCE(simd_sum, Sum) TQ_SIMD_REDUCE(simd_product, Product) TQ_SIMD_REDUCE(simd_min, Min)
 TQ_SIMD_REDUCE(simd_max, Max) TQ_SIMD_REDUCE(simd_and, And) TQ_SIMD_REDUCE(simd_or, Or) TQ_SIMD_REDUCE(simd_xor, Xor)
 #undef TQ_SIMD_REDUCE
 #define TQ_SIMD_SCAN(name, O, INCLUSIVE) \
   template <class T> TQ_INLINE T name(T v, TQ_HERE) { \
     return simd_detail::call<T>(simd_detail::scan<simd_detail::O, T, INCLUSIVE>, v, 0, tq_line); \
-  }
+  } \
+  TQ_SIMD_PARTS(name)
 TQ_SIMD_SCAN(simd_prefix_inclusive_sum, Sum, true) TQ_SIMD_SCAN(simd_prefix_exclusive_sum, Sum, false)
 TQ_SIMD_SCAN(simd_prefix_inclusive_product, Product, true) TQ_SIMD_SCAN(simd_prefix_exclusive_product, Product, false)
 #undef TQ_SIMD_SCAN
 #define TQ_SIMD_MOVE(name, M) \
   template <class T> TQ_INLINE T name(T v, ushort by, TQ_HERE) { \
     return simd_detail::call<T>(simd_detail::move<T, simd_detail::M>, v, by, tq_line); \
-  }
+  } \
+  TQ_SIMD_MOVE_PARTS(name)
 TQ_SIMD_MOVE(simd_shuffle, TO) TQ_SIMD_MOVE(simd_broadcast, TO) TQ_SIMD_MOVE(simd_shuffle_xor, XOR)
 TQ_SIMD_MOVE(simd_shuffle_down, DOWN) TQ_SIMD_MOVE(simd_shuffle_up, UP)
 TQ_SIMD_MOVE(simd_shuffle_rotate_down, ROTATE_DOWN) TQ_SIMD_MOVE(simd_shuffle_rotate_up, ROTATE_UP)
@@ -177,7 +196,12 @@ class simd_vote {
   uint active;
 };
 TQ_INLINE simd_vote simd_ballot(bool v, TQ_HERE) {
+#ifdef TQ_COUNT
+  const ulong counted = tq_op_simd_ballot(simd_detail::ballot, v, tq_line);
+  return simd_vote(simd_detail::Vote{counted, tq_active(simd_detail::ballot, counted), 0});
+#else
   return simd_vote(simd_detail::call<bool, simd_detail::Vote>(simd_detail::ballot, v, 0, tq_line));
+#endif
 }
 TQ_INLINE bool simd_all(bool v, TQ_HERE) { return simd_ballot(v, tq_line).all(); }
 TQ_INLINE bool simd_any(bool v, TQ_HERE) { return simd_ballot(v, tq_line).any(); }
@@ -197,8 +221,16 @@ typedef atomic<bool> atomic_bool;
 typedef atomic<float> atomic_float;
 typedef atomic<ulong> atomic_ulong;
 
-template <class T> TQ_INLINE T tq_peek(const volatile atomic<T>* p) { T v; tq_copy(&v, p, sizeof(T)); return v; }
-template <class T> TQ_INLINE void tq_poke(volatile atomic<T>* p, T v) { tq_copy(p, &v, sizeof(T)); }
+template <class T> TQ_INLINE T tq_peek(const volatile atomic<T>* p) {
+  TQ_COUNTED(sizeof(T) == 4, as_type<T>(tq_peek32(p)))
+  T v;
+  tq_copy(&v, p, sizeof(T));
+  return v;
+}
+template <class T> TQ_INLINE void tq_poke(volatile atomic<T>* p, T v) {
+  TQ_COUNTED(sizeof(T) == 4, tq_poke32(p, as_type<uint>(v)))
+  tq_copy(p, &v, sizeof(T));
+}
 
 template <class T> TQ_INLINE T atomic_load_explicit(const volatile atomic<T>* p, memory_order) {
   tq_atomic(p, sizeof(T), TQ_ATOMIC_LOAD);

@@ -2,6 +2,14 @@
 #pragma once
 #include "interface.h"
 
+// For counting, what Metal has as one operation is one call; otherwise nothing.
+#ifdef TQ_COUNT
+#include "count.h"
+#define TQ_COUNTED(condition, expression) if constexpr (condition) return expression;
+#else
+#define TQ_COUNTED(condition, expression)
+#endif
+
 #define TQ_INLINE inline __attribute__((always_inline))
 
 typedef unsigned char uchar;
@@ -47,7 +55,9 @@ template <class T> struct is_floating_point
 template <class T> constexpr bool is_floating_point_v = is_floating_point<T>::value;
 template <class T> struct is_scalar : integral_constant<bool, is_integral_v<T> || is_floating_point_v<T>> {};
 template <class T> constexpr bool is_arithmetic_v = is_scalar<T>::value;
-template <class T> constexpr bool is_signed_v = is_floating_point_v<T> || (is_integral_v<T> && T(-1) < T(1));
+template <class T, bool = is_integral_v<T>> constexpr bool is_signed_integral_v = false;
+template <class T> constexpr bool is_signed_integral_v<T, true> = T(-1) < T(1);
+template <class T> constexpr bool is_signed_v = is_floating_point_v<T> || is_signed_integral_v<T>;
 template <class T> constexpr bool is_unsigned_v = is_integral_v<T> && !is_signed_v<T>;
 // The two 16-bit floating-point types, whose arithmetic is that of float rounded once.
 template <class T> constexpr bool is_small_float = is_same_v<T, half> || is_same_v<T, bfloat>;
@@ -78,7 +88,10 @@ struct bfloat {
   TQ_INLINE explicit bfloat(float v) : bits(tq_float_to_bfloat(v)) {}
   template <class T, class = enable_if_t<is_integral_v<T>>> TQ_INLINE explicit bfloat(T v) : bfloat(float(v)) {}
   TQ_INLINE explicit bfloat(half v) : bfloat(float(v)) {}
-  TQ_INLINE operator float() const { return as_type<float>(uint(bits) << 16); }
+  TQ_INLINE operator float() const {
+    TQ_COUNTED(true, tq_bfloat_to_float(bits))
+    return as_type<float>(uint(bits) << 16);
+  }
   TQ_INLINE bfloat operator-() const { bfloat r; r.bits = ushort(bits ^ 0x8000u); return r; }
   TQ_INLINE bfloat operator+() const { return *this; }
   TQ_ASSIGN(bfloat, +) TQ_ASSIGN(bfloat, -) TQ_ASSIGN(bfloat, *) TQ_ASSIGN(bfloat, /)
