@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="which stream of random cases (default: 0)")
     p.add_argument("--group", action="append", metavar="G", help="only this group; may be repeated")
     p.add_argument("--quick", action="store_true", help="a small subset of the vectors")
+    p.add_argument("--gate", action="store_true", help="the vectors of the device check")
     p.add_argument(
         "--list", action="store_true", help="list groups, vectors and what each is for, and run nothing"
     )
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         mx.set_default_device(device)
     try:
-        result = run_suite(args.backend, args.group, args.random, args.seed, args.quick)
+        result = run_suite(args.backend, args.group, args.random, args.seed, args.quick, gate=args.gate)
     except (UnknownBackend, UnknownGroup) as error:
         print(error, file=sys.stderr)
         return 2

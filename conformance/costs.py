@@ -1,6 +1,6 @@
-"""What decoding costs: operations per code element and bytes per token, of each kernel, beside mlx-vlm's own.
+"""What decoding and coding cost: operations per code element and bytes per token, of each kernel, beside mlx-vlm's own.
 
-    python -m turboquant_vlm.conformance.costs [--json] [--dim 128] [--widths 4,4] [--widths 4,3]
+    python -m turboquant_vlm.conformance.costs [--step decode] [--json] [--dim 128] [--widths 4,3]
 
 The kernels' final Metal text is counted as :mod:`.metal_host.count` says. Costs are marginal: the counts of two
 lengths, subtracted, so that fixed costs cancel; ``fixed`` has those, for the whole launch. An element is one code of
@@ -24,6 +24,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from turboquant_vlm import reference
+from turboquant_vlm.fast import launch, metal
+
 from .metal_host import (
     Launch,
     Marginal,
@@ -39,6 +42,8 @@ from .metal_host import (
 _TYPES = re.compile(r"(?:_(?:bool|float|float16_t|bfloat16_t|u?int(?:8|16|32|64)_t))+$")
 SHORT, LONG = (1024, 2048), (3072, 4096)
 """Two lengths for the marginal cost: where mlx-vlm takes one pass, and where it takes two."""
+TILES = (128, 256)
+"""Two lengths of a chunk that is coded."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,47 @@ def mlx_vlm_decode(case: Case, tokens: int) -> list[Launch]:
     return recorder.launches
 
 
+def mlx_vlm_encode(case: Case, tokens: int) -> list[Launch]:
+    """The kernels that mlx-vlm's TurboQuant cache launches to code a chunk of keys and values."""
+    from mlx_vlm import turboquant
+
+    _, keys, values = case.tensors(tokens)
+    bits = (case.key_bits + case.value_bits) / 2
+    cache = turboquant.TurboQuantKVCache(bits=bits, key_bits=case.key_bits, value_bits=case.value_bits)
+    recorder = Recorder(counted_outputs)
+    with mlx_vlm_kernels(recorder):
+        mx.eval(cache.update_and_fetch(keys, values))
+    return recorder.launches
+
+
+def our_decode(case: Case, tokens: int) -> list[Launch]:
+    """The kernels that our Metal target launches for one query token; the tokens were coded by the reference."""
+    query, k, v = case.tensors(tokens)
+    keys, values = reference.append_pair(*_empty(case), k, v)
+    recorder = Recorder(counted_outputs)
+    with launch.using(recorder):
+        mx.eval(metal.attend(query, keys, values, case.dim**-0.5, "causal"))
+    return recorder.launches
+
+
+def our_encode(case: Case, tokens: int) -> list[Launch]:
+    """The kernels that our Metal target launches to code whole tiles of keys and values."""
+    _, k, v = case.tensors(tokens + reference.LAG)
+    recorder = Recorder(counted_outputs)
+    with launch.using(recorder):
+        keys, values = metal.append_pair(*_empty(case), k, v)
+        mx.eval([*keys.packed.arrays().values(), *values.packed.arrays().values()])
+    return recorder.launches
+
+
+def _empty(case: Case) -> tuple[reference.Tokens, reference.Tokens]:
+    key, value = (reference.make_codec(case.dim, bits) for bits in (case.key_bits, case.value_bits))
+    return (
+        reference.empty_tokens(key, "key", 1, case.kv_heads, mx.float16),
+        reference.empty_tokens(value, "value", 1, case.kv_heads, mx.float16),
+    )
+
+
 @dataclass(frozen=True)
 class Compared:
     """One implementation, and the pairs of lengths to compare: within a pair, the same kernels run."""
@@ -127,8 +173,11 @@ class Compared:
     lengths: tuple[tuple[int, int], ...] = (SHORT, LONG)
 
 
-SOURCES: dict[str, Compared] = {"mlx-vlm": Compared(mlx_vlm_decode)}
-"""What is compared, by name."""
+SOURCES: dict[str, dict[str, Compared]] = {
+    "decode": {"mlx-vlm": Compared(mlx_vlm_decode), "ours": Compared(our_decode, ((512, 1024), LONG))},
+    "encode": {"mlx-vlm": Compared(mlx_vlm_encode, (TILES,)), "ours": Compared(our_encode, (TILES,))},
+}
+"""What is compared, by step and name."""
 
 
 def _short(name: str) -> str:
@@ -136,9 +185,11 @@ def _short(name: str) -> str:
     return _TYPES.sub("", name.split("__")[0])
 
 
-def rows(source: str, case: Case, tokens: tuple[int, int], launches: Source | None = None) -> list[Row]:
-    """One row for each kernel of a decode step, and their sum when there are several."""
-    make = launches or SOURCES[source].launches
+def rows(
+    source: str, case: Case, tokens: tuple[int, int], launches: Source | None = None, step: str = "decode"
+) -> list[Row]:
+    """One row for each kernel of a step, and their sum when there are several."""
+    make = launches or SOURCES[step][source].launches
     parts = per_kernel(lambda n: make(case, n), *tokens, case.elements)
     if not parts:
         raise ValueError(f"{source} launches no kernel for {case}")
@@ -199,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
         "--widths", type=_widths, action="append", metavar="K,V",
         help="bits of keys and values, repeatable (default: 4,4 and 4,3)",
     )  # fmt: skip
+    p.add_argument("--step", choices=tuple(SOURCES), default="decode", help="what to count (default: decode)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
 
@@ -212,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     mx.set_default_device(mx.Device(mx.cpu))
     cases = [Case(d, k, v) for d in args.dim or [128] for k, v in args.widths or [(4, 4), (4, 3)]]
-    pairs = [(name, tokens) for name, compared in SOURCES.items() for tokens in compared.lengths]
-    found = [row for case in cases for name, tokens in pairs for row in rows(name, case, tokens)]
+    pairs = [(name, tokens) for name, compared in SOURCES[args.step].items() for tokens in compared.lengths]
+    found = [row for case in cases for name, tokens in pairs for row in rows(name, case, tokens, step=args.step)]
     print(json.dumps([row.to_json() for row in found], indent=1) if args.json else table(found))
     return 0
 

@@ -1,7 +1,7 @@
 """The Metal target executed on this machine's CPU: every kernel's final text goes through the host runner.
 
-A backend for `python -m turboquant_vlm.conformance --backend conformance.host_target`. Each launch runs in another order
-of threads, with poisoned memory, and any complaint of the runner is an error.
+A backend for `python -m turboquant_vlm.conformance --backend conformance.host_target`. Each launch runs in another
+order of threads, with poisoned memory, and any complaint of the runner is an error.
 """
 
 from __future__ import annotations

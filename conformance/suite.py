@@ -14,6 +14,7 @@ from typing import Any
 from .backend import load_backend, observe
 from .cases import Case, evaluate
 from .compare import Difference, Words, compare
+from .gate_cases import GATE
 from .random_cases import random_case
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -103,6 +104,12 @@ def vectors() -> tuple[Case, ...]:
     return tuple(out)
 
 
+def gate_vectors() -> tuple[Case, ...]:
+    """The vectors of the device check (`gate_cases.GATE`), in its order."""
+    by_id = {case["id"]: case for case in vectors()}
+    return tuple(by_id[name] for name in GATE)
+
+
 def group_names() -> list[str]:
     """Every group a run can be limited to."""
     return [*dict.fromkeys(c["group"] for c in vectors()), *RANDOM_GROUPS]
@@ -154,7 +161,7 @@ def _check_error(case: Case, backend: Any) -> list[str]:
     return [f"accepted what has to be refused with a ValueError that names {', '.join(mentions)}"]
 
 
-def _cases(groups: Iterable[str] | None, random: int, seed: int, quick: bool) -> Iterable[Case]:
+def _cases(groups: Iterable[str] | None, random: int, seed: int, quick: bool, gate: bool) -> Iterable[Case]:
     wanted = None if groups is None else set(groups)
     if wanted is not None:
         unknown = wanted - set(group_names())
@@ -162,7 +169,7 @@ def _cases(groups: Iterable[str] | None, random: int, seed: int, quick: bool) ->
             raise UnknownGroup(
                 f"group must be one of {', '.join(group_names())}; got {', '.join(sorted(unknown))}"
             )
-    for case in vectors():
+    for case in gate_vectors() if gate else vectors():
         if (wanted is None or case["group"] in wanted) and (case.get("quick") or not quick):
             yield case
     for index in range(random):
@@ -179,17 +186,18 @@ def run_suite(
     quick: bool = False,
     progress: Callable[[CaseResult], None] | None = None,
     stop_at_first: bool = False,
+    gate: bool = False,
 ) -> Result:
     """Run vectors and ``random`` random cases against ``backend``, a module or the name of one.
 
     ``groups`` limits the run; ``quick`` runs a subset of the vectors, about ten seconds long, that was picked
-    to notice as many kinds of fault as possible; ``stop_at_first`` ends at the first failure. Raises
-    UnknownBackend or UnknownGroup for a wrong name.
+    to notice as many kinds of fault as possible; ``gate`` those of the device check; ``stop_at_first`` ends at the
+    first failure. Raises UnknownBackend or UnknownGroup for a wrong name.
     """
     module = load_backend(backend) if isinstance(backend, str) else backend
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
     result = Result(name)
-    for case in _cases(groups, random, seed, quick):
+    for case in _cases(groups, random, seed, quick, gate):
         start = time.perf_counter()
         problems = check(case, module)
         took = time.perf_counter() - start

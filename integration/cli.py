@@ -10,7 +10,6 @@ import argparse
 import importlib
 import math
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,7 +31,8 @@ mlx-vlm's commands, with TurboQuant's KV cache:
 this environment:
   enable         let plain `python -m mlx_vlm.generate`, and every other use of mlx_vlm here, use the cache
   disable        undo that
-  doctor         versions, backend, and whether the hook is in
+  doctor         versions, devices, backends and their checks, and whether the hook is in
+                 (--recheck runs the checks again, --json prints JSON)
   demo           answer a question with a small model and a quantized cache
 
   --version, --help
@@ -167,38 +167,13 @@ def _switch(action: Callable[[], str]) -> int:
     return 0
 
 
-def _version(package: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _serving() -> str:
-    try:
-        return backend.resolve().name
-    except (ValueError, ImportError) as error:
-        return f"none ({error})"
-
-
 def _doctor(arguments: Sequence[str]) -> int:
-    from .enable import enabled, site_packages
+    from . import doctor
 
-    _alone("doctor", arguments)
-    found = _version("mlx-vlm")
     try:
-        support.check(found)
-        verdict = "supported"
-    except support.UnsupportedMlxVlm:
-        verdict = "outside the supported range"
-    print(f"turboquant-vlm {_version('turboquant-vlm')}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"mlx {_version('mlx')}, mlx-vlm {found}: {verdict} ({support.RANGE})")
-    print(f"backend: {backend.chosen()}, served by {_serving()}; available: {', '.join(backend.available())}")
-    where = f"enabled in {site_packages()}" if enabled() else "not enabled; the commands above install it themselves"
-    print(f"hook: {where}")
-    return 0 if verdict == "supported" else 1
+        return doctor.main(arguments)
+    except SystemExit as stop:  # --help, or a flag it does not have
+        return _status(stop)
 
 
 def _demo(arguments: Sequence[str]) -> int:
@@ -224,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE.format(backends="|".join(backend.NAMES)), end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(f"turboquant-vlm {_version('turboquant-vlm')}")
+        from .doctor import version
+
+        print(f"turboquant-vlm {version('turboquant-vlm')}")
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:

@@ -10,13 +10,13 @@ Shapes: keys [B, H, L, Dk], values [B, H, L, Dv], any float dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
 from . import backend as _backend
 from .bits import resolve_kv_bits
+from .guard import Functions
 from .state import FORMAT, VERSION, arrays_of, check_version, describe, rebuild
 from .views import Mask, StateView, Step, Usage, as_array, attention
 
@@ -34,7 +34,7 @@ class PackedCache:
     value_bits: int
     seed: int
     backend_name: str
-    _backend: ModuleType
+    _backend: Functions
     _usage: Usage
     _keys: Any = None
     _values: Any = None

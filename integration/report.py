@@ -385,7 +385,8 @@ def _report(run: Run) -> Report:
     name = backend.chosen()
     for _, cache in _leaves(run.caches or ()):
         name = getattr(cache, "backend_name", name)
-    return make_report(run.caches or (), run.kv_bits, run.selected, name, run.start, run.longest)
+    served = backend.describe(name)
+    return make_report(run.caches or (), run.kv_bits, run.selected, served, run.start, run.longest)
 
 
 def last_report() -> Report | None:

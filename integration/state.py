@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+
+from .guard import Functions
 
 FORMAT = "turboquant-vlm"
 VERSION = "1"  # of this layout and of the numerics contract whose codes it holds
@@ -60,7 +61,7 @@ def describe(tokens: Any) -> str:
     )
 
 
-def rebuild(arrays: Sequence[mx.array], description: str, backend: ModuleType) -> Any:
+def rebuild(arrays: Sequence[mx.array], description: str, backend: Functions) -> Any:
     """Tokens from the arrays of `arrays_of` and the text of `describe`. ValueError if the two do not fit."""
     spec = json.loads(description)
     dim, bits, seed, kind = spec["codec"]

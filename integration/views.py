@@ -17,10 +17,11 @@ Shapes: queries [B, Hq, L, D]; keys and values [B, H, T, D], T the columns of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, Literal
 
 import mlx.core as mx
+
+from .guard import Functions
 
 Role = Literal["key", "value"]
 Mask = mx.array | str | None
@@ -60,7 +61,7 @@ class Step:
 
     def __init__(
         self,
-        backend: ModuleType,
+        backend: Functions,
         keys: Any,
         values: Any,
         usage: Usage,

