@@ -76,8 +76,7 @@ class BatchTurboQuantKVCache(PackedCache, UpstreamBatchTurboQuantKVCache):
         raw = (keys, values) if self._idx == 0 and counts == [columns] * len(counts) else None
         if any(tails):
             keys, values = _shift_right(keys, tails), _shift_right(values, tails)
-        self._keys = self._backend.append(self._keys, keys, counts)
-        self._values = self._backend.append(self._values, values, counts)
+        self._keys, self._values = self._backend.append_pair(self._keys, self._values, keys, values, counts)
         self._idx += columns
         step = self._step(raw)
         return step.view("key", columns), step.view("value", columns)

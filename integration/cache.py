@@ -61,18 +61,16 @@ class TurboQuantKVCache(PackedCache, UpstreamTurboQuantKVCache):
             made._float.state = (keys, values)
             return made
         for start in range(0, keys.shape[2], SLICE):
-            made._keys = made._backend.append(made._keys, keys[:, :, start : start + SLICE])
-            mx.eval(arrays_of(made._keys))
-            made._values = made._backend.append(made._values, values[:, :, start : start + SLICE])
-            mx.eval(arrays_of(made._values))
+            part = slice(start, start + SLICE)
+            made._append(keys[:, :, part], values[:, :, part])
+            mx.eval(arrays_of(made._keys), arrays_of(made._values))
         return made
 
     def _new_float(self) -> KVCache:
         return KVCache()
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        self._keys = self._backend.append(self._keys, keys)
-        self._values = self._backend.append(self._values, values)
+        self._keys, self._values = self._backend.append_pair(self._keys, self._values, keys, values)
 
     def _step(self) -> Step:
         return Step(self._backend, self._keys, self._values, self._usage)
