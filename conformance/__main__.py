@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--group", action="append", metavar="G", help="only this group; may be repeated")
     p.add_argument("--quick", action="store_true", help="a small subset of the vectors")
     p.add_argument("--gate", action="store_true", help="the vectors of the device check")
+    p.add_argument("--part", default="0/1", metavar="I/N", help="only the I-th of N shares of the cases, from 0")
     p.add_argument(
         "--list", action="store_true", help="list groups, vectors and what each is for, and run nothing"
     )
@@ -37,6 +38,13 @@ def list_vectors(groups: list[str] | None) -> None:
     for case in vectors():
         if groups is None or case["group"] in groups:
             print(f"{case['id']:<40} {' '.join(case['flags']):<40} {case['comment']}")
+
+
+def _part(text: str) -> tuple[int, int] | None:
+    share, _, shares = text.partition("/")
+    if not (share.isdigit() and shares.isdigit() and int(share) < int(shares)):
+        return None
+    return int(share), int(shares)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    part = _part(args.part)
+    if part is None:
+        print(f"--part must be I/N with 0 <= I < N; got {args.part}", file=sys.stderr)
+        return 2
     if args.list:
         list_vectors(args.group)
         return 0
@@ -64,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         mx.set_default_device(device)
     try:
-        result = run_suite(args.backend, args.group, args.random, args.seed, args.quick, gate=args.gate)
+        result = run_suite(args.backend, args.group, args.random, args.seed, args.quick, gate=args.gate, part=part)
     except (UnknownBackend, UnknownGroup) as error:
         print(error, file=sys.stderr)
         return 2

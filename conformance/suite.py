@@ -18,6 +18,7 @@ from .gate_cases import GATE
 from .random_cases import random_case
 
 FOLDER = Path(__file__).parent / "vectors"
+RUN = 16
 RANDOM_GROUPS = ("random quantize", "random dequantize", "random tokens", "random attend")
 
 
@@ -187,17 +188,22 @@ def run_suite(
     progress: Callable[[CaseResult], None] | None = None,
     stop_at_first: bool = False,
     gate: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Result:
     """Run vectors and ``random`` random cases against ``backend``, a module or the name of one.
 
     ``groups`` limits the run; ``quick`` runs a subset of the vectors, about ten seconds long, that was picked
     to notice as many kinds of fault as possible; ``gate`` those of the device check; ``stop_at_first`` ends at the
-    first failure. Raises UnknownBackend or UnknownGroup for a wrong name.
+    first failure; ``part`` (i, n) takes the i-th of n shares, for n processes side by side. Raises UnknownBackend or
+    UnknownGroup for a wrong name.
     """
     module = load_backend(backend) if isinstance(backend, str) else backend
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
     result = Result(name)
-    for case in _cases(groups, random, seed, quick, gate):
+    for index, case in enumerate(_cases(groups, random, seed, quick, gate)):
+        # Neighbours share a kernel, so shares are made of runs of neighbours.
+        if index // RUN % part[1] != part[0]:
+            continue
         start = time.perf_counter()
         problems = check(case, module)
         took = time.perf_counter() - start

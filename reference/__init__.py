@@ -10,7 +10,7 @@ from .codec import dequantize, make_codec, quantize
 from .packing import words_per_vector
 from .profile import measure_factors
 from .rotation import supported_dim, supported_dims
-from .tokens import append, empty_tokens, raw_tokens, select_rows, stack_rows, trim
+from .tokens import append, append_pair, empty_tokens, raw_tokens, select_rows, stack_rows, trim
 from .types import ALLOWED_BITS, FIRST, LAG, RING, TILE, Codec, Packed, Tokens, packed_tiles
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Packed",
     "Tokens",
     "append",
+    "append_pair",
     "attend",
     "dequantize",
     "empty_tokens",

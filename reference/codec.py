@@ -68,7 +68,7 @@ def quantize(x: mx.array, codec: Codec, base: bool = False, factors: mx.array | 
     Returns words [..., T, W], scales [..., T], and with a base: base [..., T / 64, D], base_exponent [..., T / 64],
     factors [..., D].  A vector holding NaN or infinity gets the scale NaN.  Raises ValueError for wrong shapes.
     """
-    _check_vectors(x, codec, base, factors)
+    check_vectors(x, codec, base, factors)
     residual, exponent, finite = snap(x)
     base_values = base_exponent = None
     if base:
@@ -98,7 +98,8 @@ def quantize(x: mx.array, codec: Codec, base: bool = False, factors: mx.array | 
     )
 
 
-def _check_vectors(x: mx.array, codec: Codec, base: bool, factors: mx.array | None) -> None:
+def check_vectors(x: mx.array, codec: Codec, base: bool, factors: mx.array | None) -> None:
+    """Raises ValueError for arguments that `quantize` cannot take."""
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise ValueError(f"x must be [..., T, {codec.dim}] for this codec; got shape {tuple(x.shape)}")
     if not mx.issubdtype(x.dtype, mx.floating):

@@ -9,8 +9,8 @@ Everything is a pure function from `Tokens` to new `Tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -18,7 +18,28 @@ from .codec import dequantize, quantize
 from .packing import words_per_vector
 from .types import FIRST, RING, TILE, Codec, Packed, Role, Tokens, packed_tiles
 
-__all__ = ["append", "empty_tokens", "raw_tokens", "select_rows", "stack_rows", "trim"]
+__all__ = ["append", "append_pair", "empty_tokens", "raw_tokens", "select_rows", "stack_rows", "trim"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Whole tiles to pack for `tokens`: the columns from `start` on of raw tokens [B, H, R, D], 64 for each tile."""
+
+    tokens: Tokens
+    raw: mx.array
+    start: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class Coder:
+    """What packs and restores the tokens of a store: this reference's codec, or a target's with the same bits.
+
+    encode: spans of one call to Packed with words [B, H, tiles, 64, W], one for each span.
+    """
+
+    encode: Callable[[Sequence[Span]], Sequence[Packed]]
+    dequantize: Callable[[Packed, Codec, mx.Dtype], mx.array]
 
 
 def empty_tokens(
@@ -79,6 +100,49 @@ def append(tokens: Tokens, x: mx.array, counts: Sequence[int] | None = None) -> 
     counts: how many of the L columns are real in each row; they are the last ones, columns before them are left
     padding and dropped.  Raises ValueError for a wrong shape or count.
     """
+    return append_with(_REFERENCE, [tokens], [x], counts)[0]
+
+
+def append_pair(
+    keys: Tokens, values: Tokens, k: mx.array, v: mx.array, counts: Sequence[int] | None = None
+) -> tuple[Tokens, Tokens]:
+    """`append` of k [B, H, L, D] to keys and of v [B, H, L, Dv] to values, for the keys and values of the same tokens.
+
+    Raises ValueError for wrong shapes or counts, and unless both hold equally many tokens.
+    """
+    check_pair(keys, values, k, v)
+    return append(keys, k, counts), append(values, v, counts)
+
+
+def check_pair(keys: Tokens, values: Tokens, k: mx.array, v: mx.array) -> None:
+    """Raises ValueError unless these are keys and values, old and new, of the same tokens."""
+    if (keys.role, values.role) != ("key", "value"):
+        raise ValueError(f"keys and values must have these roles; got {keys.role!r} and {values.role!r}")
+    if keys.lengths != values.lengths:
+        raise ValueError(f"keys and values must be as long; got {list(keys.lengths)} and {list(values.lengths)} tokens")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must be [B, H, L, ...] alike; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+
+
+def append_with(
+    coder: Coder, stores: Sequence[Tokens], chunks: Sequence[mx.array], counts: Sequence[int] | None
+) -> list[Tokens]:
+    """`append` of one chunk to each store, through `coder`; several stores have rows of equal lengths."""
+    for tokens, x in zip(stores, chunks, strict=True):
+        real = _real_columns(tokens, x, counts)
+    chunks = [x.astype(tokens.first.dtype) for tokens, x in zip(stores, chunks, strict=True)]
+    length = chunks[0].shape[2]
+    if all(map(_alike, stores)) and len(set(real)) == 1:
+        return _append_alike(coder, stores, [x[:, :, length - real[0] :] for x in chunks])
+    rows = zip(*(select_rows(tokens) for tokens in stores), strict=True)
+    grown = [
+        _append_alike(coder, row, [x[b : b + 1, :, length - real[b] :] for x in chunks]) for b, row in enumerate(rows)
+    ]
+    return [stack_rows(store) for store in zip(*grown, strict=True)]
+
+
+def _real_columns(tokens: Tokens, x: mx.array, counts: Sequence[int] | None) -> tuple[int, ...]:
+    """How many of the columns of x [B, H, L, D] are real in each row."""
     batch, heads, _, dim = tokens.first.shape
     if x.ndim != 4 or tuple(x.shape[:2]) != (batch, heads) or x.shape[3] != dim:
         raise ValueError(f"x must be [{batch}, {heads}, L, {dim}]; got shape {tuple(x.shape)}")
@@ -86,42 +150,45 @@ def append(tokens: Tokens, x: mx.array, counts: Sequence[int] | None = None) -> 
     real = (length,) * batch if counts is None else tuple(int(c) for c in counts)
     if len(real) != batch or not all(0 <= c <= length for c in real):
         raise ValueError(f"counts must be {batch} numbers from 0 to {length}; got {list(real)}")
-    x = x.astype(tokens.first.dtype)
-    if _alike(tokens) and len(set(real)) == 1:
-        return _append_alike(tokens, x[:, :, length - real[0] :])
-    rows = [_append_alike(row, x[b : b + 1, :, length - real[b] :]) for b, row in enumerate(select_rows(tokens))]
-    return stack_rows(rows)
+    return real
 
 
 def _alike(tokens: Tokens) -> bool:
     return len(set(tokens.lengths)) == 1 and set(tokens.held) == {tokens.recent.shape[2]}
 
 
-def _append_alike(tokens: Tokens, x: mx.array) -> Tokens:
-    """`append` for rows of equal length."""
-    before, after = tokens.lengths[0], tokens.lengths[0] + x.shape[2]
-    first = tokens.first
-    if before < FIRST:
-        first = mx.concatenate([first, x[:, :, : FIRST - before]], axis=2)
-    held = min(tokens.recent.shape[2], RING - 1)
-    recent = mx.concatenate([tokens.recent[:, :, tokens.recent.shape[2] - held :], x], axis=2)
-    packed = tokens.packed
-    old, new = packed_tiles(before), packed_tiles(after)
-    if new > old:
-        start = recent.shape[2] - after
-        packed = _join(packed, _pack_tiles(tokens, recent[:, :, start + old * TILE : start + new * TILE]))
-    batch = len(tokens.lengths)
-    return replace(
-        tokens,
-        lengths=(after,) * batch,
-        held=(recent.shape[2],) * batch,
-        first=first,
-        recent=recent,
-        packed=packed,
-    )
+def _append_alike(coder: Coder, stores: Sequence[Tokens], chunks: Sequence[mx.array]) -> list[Tokens]:
+    """`append_with` for rows of equal length; the tiles of all stores are coded in one call."""
+    grown, spans = [], []
+    for tokens, x in zip(stores, chunks, strict=True):
+        before, after = tokens.lengths[0], tokens.lengths[0] + x.shape[2]
+        first = tokens.first
+        if before < FIRST:
+            first = mx.concatenate([first, x[:, :, : FIRST - before]], axis=2)
+        held = min(tokens.recent.shape[2], RING - 1)
+        recent = mx.concatenate([tokens.recent[:, :, tokens.recent.shape[2] - held :], x], axis=2)
+        batch = len(tokens.lengths)
+        grown.append(
+            replace(
+                tokens, lengths=(after,) * batch, held=(recent.shape[2],) * batch, first=first, recent=recent
+            )
+        )
+        old, new = packed_tiles(before), packed_tiles(after)
+        if new > old:
+            spans.append(Span(tokens, recent, recent.shape[2] - after + old * TILE, new - old))
+    if not spans:
+        return grown
+    coded = coder.encode(spans)
+    return [
+        replace(tokens, packed=_join(tokens.packed, packed)) for tokens, packed in zip(grown, coded, strict=True)
+    ]
 
 
-def _pack_tiles(tokens: Tokens, x: mx.array) -> Packed:
+def _encode_spans(spans: Sequence[Span]) -> list[Packed]:
+    return [_encode_tiles(span.tokens, span.raw[:, :, span.start : span.start + span.tiles * TILE]) for span in spans]
+
+
+def _encode_tiles(tokens: Tokens, x: mx.array) -> Packed:
     """Code whole tiles x [B, H, 64 n, D]; the arrays come back with tiles apart."""
     keys = tokens.role == "key"
     coded = quantize(x, tokens.codec, base=keys, factors=tokens.packed.factors if keys else None)
@@ -142,6 +209,9 @@ def _pack_tiles(tokens: Tokens, x: mx.array) -> Packed:
     )
 
 
+_REFERENCE = Coder(_encode_spans, dequantize)
+
+
 def _join(old: Packed, new: Packed) -> Packed:
     joined = {
         name: mx.concatenate([array, getattr(new, name)], axis=2)
@@ -157,16 +227,21 @@ def trim(tokens: Tokens, n: int | Sequence[int]) -> Tokens:
     Exact for n <= 32 after an append: appending the same tokens again gives equal bits.  A deeper trim may need raw
     tokens that are no longer held; these come back dequantized.  Raises ValueError if a row is shorter than n.
     """
+    return trim_with(_REFERENCE, tokens, n)
+
+
+def trim_with(coder: Coder, tokens: Tokens, n: int | Sequence[int]) -> Tokens:
+    """`trim` through `coder`."""
     batch = len(tokens.lengths)
     amounts = (int(n),) * batch if isinstance(n, int) else tuple(int(a) for a in n)
     if len(amounts) != batch or any(not 0 <= a <= have for a, have in zip(amounts, tokens.lengths, strict=False)):
         raise ValueError(f"cannot trim {list(amounts)} tokens from rows of {list(tokens.lengths)} tokens")
     if _alike(tokens) and len(set(amounts)) == 1:
-        return _trim_alike(tokens, amounts[0])
-    return stack_rows([_trim_alike(row, a) for row, a in zip(select_rows(tokens), amounts, strict=True)])
+        return _trim_alike(coder, tokens, amounts[0])
+    return stack_rows([_trim_alike(coder, row, a) for row, a in zip(select_rows(tokens), amounts, strict=True)])
 
 
-def _trim_alike(tokens: Tokens, n: int) -> Tokens:
+def _trim_alike(coder: Coder, tokens: Tokens, n: int) -> Tokens:
     if n == 0:
         return tokens
     after = tokens.lengths[0] - n
@@ -176,7 +251,7 @@ def _trim_alike(tokens: Tokens, n: int) -> Tokens:
     # Tile `tiles` will be coded again, so its raw tokens are needed.
     missing = after - held - tiles * TILE
     if missing > 0:
-        lost = _packed_tokens(tokens, tiles * TILE, tiles * TILE + missing, tokens.first.dtype)
+        lost = _packed_tokens(coder, tokens, tiles * TILE, tiles * TILE + missing, tokens.first.dtype)
         recent = mx.concatenate([lost, recent], axis=2)
         held += missing
     packed = _first_tiles(tokens.packed, tiles)
@@ -198,7 +273,7 @@ def _first_tiles(packed: Packed, tiles: int) -> Packed:
     return Packed(**kept, factors=packed.factors)
 
 
-def _packed_tokens(tokens: Tokens, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
+def _packed_tokens(coder: Coder, tokens: Tokens, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
     """Tokens start .. stop - 1 out of packed tiles, the first tokens raw: [B, H, stop - start, D] of equal rows."""
     tiles = range(start // TILE, (stop + TILE - 1) // TILE)
     window = {
@@ -206,7 +281,7 @@ def _packed_tokens(tokens: Tokens, start: int, stop: int, dtype: mx.Dtype) -> mx
         for name, array in tokens.packed.arrays().items()
         if name != "factors"
     }
-    values = dequantize(Packed(**window, factors=tokens.packed.factors), tokens.codec, dtype)
+    values = coder.dequantize(Packed(**window, factors=tokens.packed.factors), tokens.codec, dtype)
     batch, heads = values.shape[:2]
     values = values.reshape(batch, heads, -1, tokens.codec.dim)
     if tiles.start == 0:
@@ -219,6 +294,11 @@ def raw_tokens(tokens: Tokens, dtype: mx.Dtype | None = None) -> mx.array:
 
     Young and first tokens are the model's own, packed ones are dequantized.  dtype: default the model's.
     """
+    return raw_tokens_with(_REFERENCE, tokens, dtype)
+
+
+def raw_tokens_with(coder: Coder, tokens: Tokens, dtype: mx.Dtype | None) -> mx.array:
+    """`raw_tokens` through `coder`."""
     longest = max(tokens.lengths, default=0)
     dtype = dtype or tokens.first.dtype
     rows = []
@@ -227,7 +307,7 @@ def raw_tokens(tokens: Tokens, dtype: mx.Dtype | None = None) -> mx.array:
         # A packed token reads as packed even while the ring still holds it: chunking must not show.
         parts = [row.recent[:, :, row.held[0] - (length - tiled) :].astype(dtype)]
         if tiled:
-            parts.insert(0, _packed_tokens(row, 0, tiled, dtype))
+            parts.insert(0, _packed_tokens(coder, row, 0, tiled, dtype))
         whole = mx.concatenate(parts, axis=2)
         rows.append(mx.pad(whole, [(0, 0), (0, 0), (0, longest - length), (0, 0)]))
     return mx.concatenate(rows, axis=0)
