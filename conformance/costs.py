@@ -84,6 +84,7 @@ Source = Callable[[Case, int], Sequence[Launch]]
 class Row:
     """One kernel of one implementation at one case; ``kernel`` is ``all`` for the sum over a step's kernels."""
 
+    step: str
     source: str
     case: Case
     tokens: tuple[int, int]
@@ -93,6 +94,7 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
         return {
+            "step": self.step,
             "source": self.source,
             **asdict(self.case),
             "tokens": list(self.tokens),
@@ -193,8 +195,8 @@ def rows(
     parts = per_kernel(lambda n: make(case, n), *tokens, case.elements)
     if not parts:
         raise ValueError(f"{source} launches no kernel for {case}")
-    found = [Row(source, case, tokens, _short(p.kernels[0]), p) for p in parts]
-    return [*found, Row(source, case, tokens, "all", sum_of(parts))] if len(parts) > 1 else found
+    found = [Row(step, source, case, tokens, _short(p.kernels[0]), p) for p in parts]
+    return [*found, Row(step, source, case, tokens, "all", sum_of(parts))] if len(parts) > 1 else found
 
 
 def table(found: Sequence[Row]) -> str:
@@ -232,6 +234,34 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join([*lines[: len(cells)], "", "Operations per element, by category:", *lines[len(cells) :]])
 
 
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/kernels.md from the rows of a JSON file: whole steps, without the kernels they consist of."""
+    lines = [
+        "| step | D | K/V bits | tokens | whose | operations | fused | fixed | bytes/token | threads | values alive |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    key = ("step", "source", "dim", "key_bits", "value_bits", "tokens")
+    whole = {tuple(map(str, (r[k] for k in key))) for r in found if r["kernel"] == "all"}
+    for r in found:
+        if r["kernel"] != "all" and tuple(map(str, (r[k] for k in key))) in whole:
+            continue
+        cells = (
+            r["step"],
+            r["dim"],
+            f"{r['key_bits']}/{r['value_bits']}",
+            f"{r['tokens'][0]:,} to {r['tokens'][1]:,}",
+            r["source"],
+            f"{r['operations_per_element']:.1f}",
+            f"{r['fused_operations_per_element']:.1f}",
+            f"{r['fixed_operations'] / 1e6:.2f} M",
+            f"{r['distinct_bytes_per_token']:.0f}",
+            f"{r['threads']:,}",
+            r["registers"],
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _widths(text: str) -> tuple[int, int]:
     key, _, value = text.partition(",")
     if not (key.isdigit() and value.isdigit()):
@@ -250,7 +280,9 @@ def parser() -> argparse.ArgumentParser:
         "--widths", type=_widths, action="append", metavar="K,V",
         help="bits of keys and values, repeatable (default: 4,4 and 4,3)",
     )  # fmt: skip
-    p.add_argument("--step", choices=tuple(SOURCES), default="decode", help="what to count (default: decode)")
+    p.add_argument(
+        "--step", choices=tuple(SOURCES), action="append", help="what to count, repeatable (default: decode)"
+    )
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
 
@@ -264,8 +296,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     mx.set_default_device(mx.Device(mx.cpu))
     cases = [Case(d, k, v) for d in args.dim or [128] for k, v in args.widths or [(4, 4), (4, 3)]]
-    pairs = [(name, tokens) for name, compared in SOURCES[args.step].items() for tokens in compared.lengths]
-    found = [row for case in cases for name, tokens in pairs for row in rows(name, case, tokens, step=args.step)]
+    found = [
+        row
+        for step in args.step or ["decode"]
+        for case in cases
+        for name, compared in SOURCES[step].items()
+        for tokens in compared.lengths
+        for row in rows(name, case, tokens, step=step)
+    ]
     print(json.dumps([row.to_json() for row in found], indent=1) if args.json else table(found))
     return 0
 

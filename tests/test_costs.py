@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
 from turboquant_vlm.conformance import costs, metal_host
 
 VERSION = "0.7.10"
+REPOSITORY = Path(__file__).parent.parent
 
 
 def _installed():
@@ -87,3 +89,29 @@ def test_wrong_widths_are_refused(capsys):
     with pytest.raises(SystemExit):
         costs.main(["--widths", "4"])
     assert "such as 4,3" in capsys.readouterr().err
+
+
+def test_the_table_in_the_docs_is_that_of_the_committed_file():
+    found = json.loads((REPOSITORY / "docs" / "measurements" / "costs.json").read_text(encoding="utf-8"))
+    assert costs.markdown(found) in (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+
+
+def test_decode_takes_fewer_operations_than_mlx_vlm():
+    """In the committed file, at every head size and width, also when only mlx-vlm's pairs count as one."""
+    found = json.loads((REPOSITORY / "docs" / "measurements" / "costs.json").read_text(encoding="utf-8"))
+    steps = [row for row in found if row["step"] == "decode" and "2pass2" not in row["kernel"]]
+    ours = [row for row in steps if row["source"] == "ours"]
+    assert len(ours) >= 2 * 3 * 4
+    for mine in ours:
+        shape = ("dim", "key_bits", "value_bits")
+        theirs = [r for r in steps if r["source"] == "mlx-vlm" and all(r[k] == mine[k] for k in shape)]
+        assert mine["operations_per_element"] < min(r["fused_operations_per_element"] for r in theirs)
+
+
+@needs_counts
+@pytest.mark.parametrize("widths", [(4, 4), (4, 3)])
+def test_our_decode_kernels_take_fewer_operations(widths):
+    case = costs.Case(128, *widths)
+    theirs = costs.rows("mlx-vlm", case, costs.SHORT)[-1].marginal
+    for tokens in costs.SOURCES["decode"]["ours"].lengths:
+        assert costs.rows("ours", case, tokens)[-1].marginal.total < theirs.fused_total
