@@ -57,6 +57,8 @@ class Kernel:
 
 
 _remembered: list[Any] = []
+# By identity: the objects of MLX can neither be hashed by content nor carry a name. Each is kept alive here.
+_sources: dict[int, Kernel] = {}
 
 
 def remembered(function: F) -> F:
@@ -95,7 +97,14 @@ def build(
     metal: Any = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=text, header=header
     )
-    return Kernel(name, metal, header, text, inputs, outputs)
+    made = Kernel(name, metal, header, text, inputs, outputs)
+    _sources[id(metal)] = made
+    return made
+
+
+def source_of(metal: Callable[..., Any]) -> Kernel:
+    """The kernel whose Metal object a launcher was given."""
+    return _sources[id(metal)]
 
 
 def rotation_parameters(prefix: str, dim: int) -> list[tuple[str, Parameter]]:
