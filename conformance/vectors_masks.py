@@ -241,6 +241,17 @@ def sinks() -> Group:
                 mask="causal",
                 quick=n in (97, 300) and length == 1,
             )
+    for n, length in ((1100, 1), (1350, 2)):
+        g.attend(
+            f"{n}-{length}",
+            "beyond 1,024 tokens groups of splits are joined later: the sink still counts once",
+            "sink gqa split_tree",
+            keys_of(4, _kv(n, 8, n, heads=2)),
+            values_of(4, _kv(n, 8, n + 1, heads=2)),
+            sum4(3, 1, 6, length, 8),
+            sinks=literal([-INF, 0.0, 8.0, -30.0, 3.25, 5.0]),
+            mask="causal",
+        )
     extreme = [1e30, float("inf"), -1e30, 3e38, float("nan"), -INF]
     data = _kv(97, 8, 4)
     g.attend(
@@ -313,6 +324,17 @@ def window() -> Group:
             mask="causal",
             quick=w in (65, 200),
         )
+    for w, length in ((300, 2), (515, 1), (513, 3)):
+        g.attend(
+            f"long-{w}-{length}",
+            "whole splits lie before the window of all queries, or of some",
+            "window split_tree",
+            keys_of(4, _kv(1100, 8, 1)),
+            values_of(3, _kv(1100, 8, 2)),
+            sum4(3, 1, 2, length, 8),
+            window=w,
+            mask="causal",
+        )
     g.attend(
         "no-mask",
         "without a causal mask the future is inside the window",
@@ -346,6 +368,9 @@ def window() -> Group:
         sinks=literal([1.0, -2.0]),
     )
     return g
+
+
+_ROLES = (("key", 1), ("value", 2))
 
 
 def non_finite() -> Group:
@@ -429,6 +454,17 @@ def non_finite() -> Group:
         kind="prod",
         quick=True,
     )
+    for where in ("key", "value"):
+        edits = [put("nan", 0, 0, 600, 3)]
+        long = [_kv(1100, dim, seed, heads=2, edits=edits if where == role else None) for role, seed in _ROLES]
+        g.attend(
+            f"{where}-early-split",
+            "met in a split long before the last one",
+            "non_finite split_tree",
+            keys_of(4, long[0]),
+            values_of(4, long[1]),
+            sum4(3, 1, 4, 1, dim, dtype="float16"),
+        )
     faulty("int8-key", "poison with 8-bit codes", "key", [put("inf", 0, 1, 33, 0)], bits=8)
     hidden = np.zeros((1, n), bool)
     faulty(

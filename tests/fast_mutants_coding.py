@@ -5,21 +5,21 @@ from __future__ import annotations
 from fast_mutants_attention import mutants
 
 # Both places that look for what is below 2^-64: one of them alone would do, but for sums that cancel.
-TINY = """fabs(shifted) < 0x1p-64f) ? 0.0f : shifted;
+TINY = """fabs(shifted) < TQ_VANISHING) ? 0.0f : shifted;
 }
 
 // Section 5, merge: (a, x) + (b, y) at the larger exponent, which the caller keeps.
 inline float tq_merge(float a, int x, float b, int y) {
   const int m = max(x, y);
   const float sum = tq_shift(a, x - m) + tq_shift(b, y - m);
-  return fabs(sum) < 0x1p-64f"""
+  return fabs(sum) < TQ_VANISHING"""
 
 NUMERICS = mutants(
     "numerics",
     ("power of two one too large", "clamp(e, -126, 127) + 127", "clamp(e, -126, 127) + 128", "raw"),
     ("exponent of a float one too small", "(as_type<int>(x) >> 23) - 126", "(as_type<int>(x) >> 23) - 127", "raw"),
-    ("exponent of zero", "0x1p-80f ? -79 :", "0x1p-80f ? -80 :", "code/quiet"),
-    ("smallest vector counts as zero", "return largest < 0x1p-80f ? 0.0f", "return largest <= 0x1p-80f ? 0.0f",
+    ("exponent of zero", "TQ_TINY ? -79 :", "TQ_TINY ? -80 :", "code/quiet"),
+    ("smallest vector counts as zero", "return largest < TQ_TINY ? 0.0f", "return largest <= TQ_TINY ? 0.0f",
      "code/sizes"),
     ("snap is a floor", "rint(x * unit)", "floor(x * unit)", "raw.scores"),
     ("snap rounds halves up", "rint(x * unit)", "floor(x * unit + 0.5f)", "code/ties, packed"),
@@ -47,7 +47,7 @@ NUMERICS = mutants(
     ("what is 41 below is kept", "return (k < -40 ||", "return (k < -41 ||", "apart/41"),
     ("what is 40 below is lost", "return (k < -40 ||", "return (k < -39 ||", "apart/40"),
     ("shift cut at 40", "a * tq_pow2(max(k, -40))", "a * tq_pow2(max(k, -20))", "apart/40"),
-    ("tiny numbers are kept", TINY, TINY.replace("64f", "100f"), "apart/twice"),
+    ("tiny numbers are kept", TINY, TINY.replace("TQ_VANISHING", "as_type<float>(0x0d800000)"), "apart/twice"),
     ("merge at the smaller exponent", "const int m = max(x, y);", "const int m = min(x, y);", "raw/two tiles"),
     ("merge shifts the right part only", "tq_shift(a, x - m) +", "a +", "splits"),
     ("bits of the upper half forgotten", "return high != 0u ? 64 - int(clz(high))",
@@ -183,7 +183,7 @@ CODING = mutants(
      "simd_max(s.exponents[lane])", "code/young loud"),
     ("alignment cut at 10", "s.exponents[thread_index] - exponent, -30", "s.exponents[thread_index] - exponent, -10",
      "code/quiet"),
-    ("base truncates", "rint(float(sum) * 0x1p-6f)", "floor(float(sum) * 0x1p-6f)", "code/base"),
+    ("base truncates", "rint(float(sum) * 0.015625f)", "floor(float(sum) * 0.015625f)", "code/base"),
     ("base over 63 tokens", "for (int t = 0; t < 64; t++) {\n      sum +=",
      "for (int t = 1; t < 64; t++) {\n      sum +=", "code/base"),
     ("energy without the base", "s.aligns[t])) - int(s.base[d]);", "s.aligns[t]));", "code/base"),

@@ -319,9 +319,6 @@ for (int split = begin; split < end; split++) {
       logits[at] = ((allowed >> r) & 1u) == 0u ? TQ_NOT_ALLOWED : ((bad >> r) & 1u) != 0u ? TQ_POISON : logit[r];
     }
   }
-#if HAS_PACKED
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-#endif
 #else
   // ---- Weights of a tile (section 5): two simdgroups hold one tile.
   TQ_UNROLL
@@ -464,7 +461,6 @@ for (int split = begin; split < end; split++) {
       }
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (tid < rows) {
     int x[3];
     float den = 0.0f;

@@ -55,7 +55,6 @@ inline float tq_aligned(float x, float unit, float align) {
 // Section 3.2: base M of a tile of 64 tokens at x, and what aligns each of them. Returns E. By the whole threadgroup.
 template <typename T, int D>
 inline int tq_measure_base(device const T* x, tq_scratch s, int simdgroup, int lane) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int t = simdgroup; t < 64; t += TQ_SIMDGROUPS) {
     const uint top = tq_largest_bits<T, D>(x + t * D, lane);
     const bool finite = top < 0x7f800000u;
@@ -78,9 +77,8 @@ inline int tq_measure_base(device const T* x, tq_scratch s, int simdgroup, int l
     for (int t = 0; t < 64; t++) {
       sum += int(tq_aligned(float(x[t * D + d]), s.units[t], s.aligns[t]));
     }
-    s.base[d] = int16_t(int(rint(float(sum) * 0x1p-6f)));
+    s.base[d] = int16_t(int(rint(float(sum) * 0.015625f)));
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   return exponent;
 }
 
@@ -119,7 +117,6 @@ inline void tq_measure_factors(device const T* x, tq_scratch s, int simdgroup, i
     }
     s.factors[d] = int8_t(f);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // Section 3.5: the thresholds between the magnitudes, for positive coordinates and, 32 further on, for the others. A
@@ -221,7 +218,6 @@ inline void tq_encode_vector(threadgroup float* v, float unit, int epsilon, bool
   }
   if (!PROD) {
     // The next vector takes the place of this one.
-    simdgroup_barrier(mem_flags::mem_threadgroup);
     return;
   }
 
@@ -257,7 +253,6 @@ inline void tq_encode_vector(threadgroup float* v, float unit, int epsilon, bool
     const int kappa2 = kappa + (depth + 1) / 2 + 2;
     out.sign_scales[vector] = tq_scale(square2, inner2 * ulong(D), epsilon + exponent - 21 + kappa2, finite);
   }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // A tile, or the last tokens of a row, of one role. x: the row's tokens; tokens: how many of them are coded. FACTORS: 0

@@ -80,7 +80,6 @@ if (row < meta[META_WORK] * ROWS) {
         raw_exponent = y;
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
     const int h = head * group + m % group;
 #if HAS_SINKS
     den = tq_add_sink(den, den_exponent, float(sinks[h]), den_exponent, met, tg_weight_high, tg_weight_low);

@@ -4,6 +4,9 @@
 #define TQ_IDENTITY (-1048576)
 #define TQ_NOT_ALLOWED (-2147483647 - 1)
 #define TQ_POISON 2147483647
+// 2^-80, below which a vector counts as zero, and 2^-64, below which a merged sum does.
+#define TQ_TINY as_type<float>(0x17800000)
+#define TQ_VANISHING as_type<float>(0x1f800000)
 #define TQ_UNROLL _Pragma("clang loop unroll(full)")
 
 // 2^e for e in -126 .. 127, clamped there.
@@ -18,12 +21,12 @@ inline int tq_float_exponent(float x) {
 
 // Section 3.1: the exponent of a vector whose largest magnitude is given.
 inline int tq_exponent(float largest) {
-  return largest < 0x1p-80f ? -79 : tq_float_exponent(largest);
+  return largest < TQ_TINY ? -79 : tq_float_exponent(largest);
 }
 
 // The factor that turns a coordinate into its snapped integer; 0 for a vector that counts as zero.
 inline float tq_unit(float largest, int bits) {
-  return largest < 0x1p-80f ? 0.0f : tq_pow2(bits - tq_float_exponent(largest));
+  return largest < TQ_TINY ? 0.0f : tq_pow2(bits - tq_float_exponent(largest));
 }
 
 inline float tq_snap(float x, float unit) {
@@ -70,14 +73,14 @@ inline int tq_weight(int distance, threadgroup const float* high, threadgroup co
 
 inline float tq_shift(float a, int k) {
   const float shifted = a * tq_pow2(max(k, -40));
-  return (k < -40 || fabs(shifted) < 0x1p-64f) ? 0.0f : shifted;
+  return (k < -40 || fabs(shifted) < TQ_VANISHING) ? 0.0f : shifted;
 }
 
 // Section 5, merge: (a, x) + (b, y) at the larger exponent, which the caller keeps.
 inline float tq_merge(float a, int x, float b, int y) {
   const int m = max(x, y);
   const float sum = tq_shift(a, x - m) + tq_shift(b, y - m);
-  return fabs(sum) < 0x1p-64f ? 0.0f : sum;
+  return fabs(sum) < TQ_VANISHING ? 0.0f : sum;
 }
 
 inline int tq_bit_length(ulong n) {
