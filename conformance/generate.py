@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import vectors_attend, vectors_batch, vectors_codec, vectors_masks, vectors_stages, vectors_tokens
+from . import (
+    vectors_attend,
+    vectors_batch,
+    vectors_codec,
+    vectors_masks,
+    vectors_non_finite,
+    vectors_stages,
+    vectors_tokens,
+)
 from .build import Group
 from .cases import Case, evaluate
 
@@ -20,7 +28,15 @@ CONTRACT = 1
 
 def groups() -> list[Group]:
     """All groups of vectors, without their expected arrays."""
-    modules = (vectors_codec, vectors_stages, vectors_attend, vectors_masks, vectors_tokens, vectors_batch)
+    modules = (
+        vectors_codec,
+        vectors_stages,
+        vectors_attend,
+        vectors_masks,
+        vectors_non_finite,
+        vectors_tokens,
+        vectors_batch,
+    )
     return [make() for module in modules for make in module.GROUPS]
 
 

@@ -1,4 +1,4 @@
-"""The vectors of what a query may read: several query rows, masks, sinks, windows, non-finite inputs."""
+"""The vectors of what a query may read: several query rows, masks, sinks, windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .build import (
     integers,
     keys_of,
     literal,
-    put,
     sum4,
     values_of,
     zeros,
@@ -23,9 +22,10 @@ BITS = (1, 2, 3, 4, 5, 6, 8)
 INF = float("inf")
 
 
-def _kv(
+def plain_tokens(
     n: int, dim: int, seed: int, heads: int = 1, batch: int = 1, dtype: str = "float16", **more: Any
 ) -> Spec:
+    """Keys or values of `n` tokens."""
     return sum4(seed, batch, heads, n, dim, dtype=dtype, **more)
 
 
@@ -47,8 +47,8 @@ def multi_row() -> Group:
                 f"{n}-{length}-{mask or 'full'}",
                 "each query decides by its own position what it reads packed",
                 "tile_boundary chunking" + (" causal" if mask else ""),
-                keys_of(3, _kv(n, 8, n)),
-                values_of(4, _kv(n, 8, n + 1)),
+                keys_of(3, plain_tokens(n, 8, n)),
+                values_of(4, plain_tokens(n, 8, n + 1)),
                 sum4(n + 2, 1, 2, length, 8),
                 mask=mask,
                 scores=length < 9,
@@ -58,8 +58,8 @@ def multi_row() -> Group:
         "rows-equal-single",
         "the last of five queries equals a single query",
         "chunking",
-        keys_of(4, _kv(224, 12, 8)),
-        values_of(4, _kv(224, 12, 9)),
+        keys_of(4, plain_tokens(224, 12, 8)),
+        values_of(4, plain_tokens(224, 12, 9)),
         sum4(5, 2 - 1, 2, 5, 12, dtype="bfloat16"),
         mask="causal",
     )
@@ -67,8 +67,8 @@ def multi_row() -> Group:
         "both-ways",
         "without a mask early queries read up to 17 tiles raw: every order of merging shows",
         "long split_tree",
-        keys_of(4, _kv(1100, 8, 8)),
-        values_of(4, _kv(1100, 8, 9)),
+        keys_of(4, plain_tokens(1100, 8, 8)),
+        values_of(4, plain_tokens(1100, 8, 9)),
         sum4(5, 1, 1, 1050, 8),
         quick=True,
     )
@@ -76,8 +76,8 @@ def multi_row() -> Group:
         "more-queries-than-tokens",
         "queries before position 0 are padding: zeros",
         "all_padding causal",
-        keys_of(4, _kv(3, 8, 8)),
-        values_of(4, _kv(3, 8, 9)),
+        keys_of(4, plain_tokens(3, 8, 8)),
+        values_of(4, plain_tokens(3, 8, 9)),
         sum4(5, 1, 2, 7, 8),
         mask="causal",
         quick=True,
@@ -90,7 +90,7 @@ def masks() -> Group:
     batch, heads, per, length, n = 2, 2, 2, 3, 100
     full = (batch, heads * per, length, n)
     kv: dict[str, Any] = {"heads": heads, "batch": batch}
-    keys, values = keys_of(4, _kv(n, 8, 1, **kv)), values_of(3, _kv(n, 8, 2, **kv))
+    keys, values = keys_of(4, plain_tokens(n, 8, 1, **kv)), values_of(3, plain_tokens(n, 8, 2, **kv))
     q = sum4(3, batch, heads * per, length, 8, dtype="float16")
 
     def with_mask(name: str, comment: str, flags: str, mask: Spec, quick: bool = False) -> None:
@@ -234,8 +234,8 @@ def sinks() -> Group:
                 f"{n}-{length}",
                 "one sink per query head, counted once however many splits there are",
                 "sink gqa split_tree",
-                keys_of(4, _kv(n, 8, n, heads=2)),
-                values_of(4, _kv(n, 8, n + 1, heads=2)),
+                keys_of(4, plain_tokens(n, 8, n, heads=2)),
+                values_of(4, plain_tokens(n, 8, n + 1, heads=2)),
                 sum4(3, 1, 6, length, 8),
                 sinks=sink,
                 mask="causal",
@@ -246,14 +246,14 @@ def sinks() -> Group:
             f"{n}-{length}",
             "beyond 1,024 tokens groups of splits are joined later: the sink still counts once",
             "sink gqa split_tree",
-            keys_of(4, _kv(n, 8, n, heads=2)),
-            values_of(4, _kv(n, 8, n + 1, heads=2)),
+            keys_of(4, plain_tokens(n, 8, n, heads=2)),
+            values_of(4, plain_tokens(n, 8, n + 1, heads=2)),
             sum4(3, 1, 6, length, 8),
             sinks=literal([-INF, 0.0, 8.0, -30.0, 3.25, 5.0]),
             mask="causal",
         )
     extreme = [1e30, float("inf"), -1e30, 3e38, float("nan"), -INF]
-    data = _kv(97, 8, 4)
+    data = plain_tokens(97, 8, 4)
     g.attend(
         "extreme",
         "overflow and +inf are the clamp, NaN makes NaN, -inf is no sink",
@@ -289,8 +289,8 @@ def sinks() -> Group:
         "all-padding",
         "padding queries ignore the sink",
         "sink all_padding",
-        keys_of(4, _kv(2, 8, 4)),
-        values_of(4, _kv(2, 8, 4)),
+        keys_of(4, plain_tokens(2, 8, 4)),
+        values_of(4, plain_tokens(2, 8, 4)),
         sum4(3, 1, 2, 4, 8, dtype="float32"),
         sinks=literal([2.0, -1.0]),
         mask="causal",
@@ -317,8 +317,8 @@ def window() -> Group:
             f"{w}",
             "i - j < window; the first tokens leave the window like all others",
             "window first_tokens tile_boundary",
-            keys_of(4, _kv(230, 8, 1)),
-            values_of(3, _kv(230, 8, 2)),
+            keys_of(4, plain_tokens(230, 8, 1)),
+            values_of(3, plain_tokens(230, 8, 2)),
             sum4(3, 1, 2, 3, 8),
             window=w,
             mask="causal",
@@ -329,8 +329,8 @@ def window() -> Group:
             f"long-{w}-{length}",
             "whole splits lie before the window of all queries, or of some",
             "window split_tree",
-            keys_of(4, _kv(1100, 8, 1)),
-            values_of(3, _kv(1100, 8, 2)),
+            keys_of(4, plain_tokens(1100, 8, 1)),
+            values_of(3, plain_tokens(1100, 8, 2)),
             sum4(3, 1, 2, length, 8),
             window=w,
             mask="causal",
@@ -339,8 +339,8 @@ def window() -> Group:
         "no-mask",
         "without a causal mask the future is inside the window",
         "window",
-        keys_of(4, _kv(130, 8, 1)),
-        values_of(3, _kv(130, 8, 2)),
+        keys_of(4, plain_tokens(130, 8, 1)),
+        values_of(3, plain_tokens(130, 8, 2)),
         sum4(3, 1, 2, 30, 8, dtype="float16"),
         window=5,
         quick=True,
@@ -349,8 +349,8 @@ def window() -> Group:
         "with-mask",
         "window and array mask together; some queries have nothing left",
         "window bool_mask all_masked_row",
-        keys_of(4, _kv(130, 8, 1)),
-        values_of(3, _kv(130, 8, 2)),
+        keys_of(4, plain_tokens(130, 8, 1)),
+        values_of(3, plain_tokens(130, 8, 2)),
         sum4(3, 1, 2, 30, 8, dtype="float16"),
         window=2,
         mask=integers(4, 0, 1, 30, 130, dtype="bool"),
@@ -360,8 +360,8 @@ def window() -> Group:
         "with-sink",
         "window and sink",
         "window sink",
-        keys_of(4, _kv(1000, 8, 1)),
-        values_of(3, _kv(1000, 8, 2)),
+        keys_of(4, plain_tokens(1000, 8, 1)),
+        values_of(3, plain_tokens(1000, 8, 2)),
         sum4(3, 1, 2, 1, 8),
         window=128,
         mask="causal",
@@ -370,143 +370,4 @@ def window() -> Group:
     return g
 
 
-_ROLES = (("key", 1), ("value", 2))
-
-
-def non_finite() -> Group:
-    g = Group("non-finite")
-    n, dim = 100, 8
-
-    def faulty(
-        name: str,
-        comment: str,
-        where: str,
-        edits: list[Any],
-        mask: Any = None,
-        bits: int = 4,
-        kind: str = "mse",
-        quick: bool = False,
-    ) -> None:
-        k = _kv(n, dim, 1, heads=2, edits=edits if where == "key" else None)
-        v = _kv(n, dim, 2, heads=2, edits=edits if where == "value" else None)
-        q = sum4(3, 1, 4, 2, dim, dtype="float16", edits=edits if where == "query" else None)
-        g.attend(
-            name,
-            comment,
-            "non_finite" + (" prod" if kind == "prod" else ""),
-            keys_of(bits, k, kind=kind),
-            values_of(bits, v),
-            q,
-            mask=mask,
-            scores=True,
-            arrays=where == "key" and mask is None and "nan" in name,
-            quick=quick,
-        )
-
-    skip = np.ones((1, n), bool)
-    for bad in ("nan", "inf", "-inf"):
-        for label, j in (("first", 2), ("packed", 20), ("raw", 80)):
-            edits = [put(bad, 0, 0, j, 3)]
-            faulty(
-                f"key-{label}-{bad}",
-                "poison for the queries of one kv head",
-                "key",
-                edits,
-                quick=bad == "nan",
-            )
-            faulty(
-                f"value-{label}-{bad}",
-                "NaN for the queries of one kv head; scores stay",
-                "value",
-                edits,
-                quick=bad == "inf",
-            )
-            hidden = skip.copy()
-            hidden[0, j] = False
-            faulty(
-                f"key-{label}-{bad}-hidden",
-                "a token that is not allowed cannot poison",
-                "key",
-                edits,
-                literal(hidden, "bool"),
-                quick=bad == "nan",
-            )
-            faulty(
-                f"value-{label}-{bad}-hidden",
-                "nor can its value",
-                "value",
-                edits,
-                literal(hidden, "bool"),
-                quick=bad == "inf",
-            )
-        faulty(
-            f"query-{bad}",
-            "a non-finite query gives NaN, the others are untouched",
-            "query",
-            [put(bad, 0, 1, 0, 4)],
-            quick=bad == "inf",
-        )
-    faulty(
-        "prod-key",
-        "poison through the inner-product codec",
-        "key",
-        [put("nan", 0, 1, 33, 0)],
-        kind="prod",
-        quick=True,
-    )
-    for where in ("key", "value"):
-        edits = [put("nan", 0, 0, 600, 3)]
-        long = [_kv(1100, dim, seed, heads=2, edits=edits if where == role else None) for role, seed in _ROLES]
-        g.attend(
-            f"{where}-early-split",
-            "met in a split long before the last one",
-            "non_finite split_tree",
-            keys_of(4, long[0]),
-            values_of(4, long[1]),
-            sum4(3, 1, 4, 1, dim, dtype="float16"),
-        )
-    faulty("int8-key", "poison with 8-bit codes", "key", [put("inf", 0, 1, 33, 0)], bits=8)
-    hidden = np.zeros((1, n), bool)
-    faulty(
-        "query-nothing-allowed",
-        "zeros, whatever else holds",
-        "query",
-        [put("nan", 0, 1, 0, 4)],
-        literal(hidden, "bool"),
-        quick=True,
-    )
-    faulty(
-        "causal",
-        "only queries at or after a bad token see it",
-        "key",
-        [put("nan", 0, 0, n - 1, 0)],
-        "causal",
-        quick=True,
-    )
-    q = sum4(3, 1, 1, 1, dim, exponent=120)
-    g.attend(
-        "query-overflow",
-        "a query that overflows when scaled is non-finite",
-        "non_finite overflow huge_norm",
-        keys_of(4, _kv(n, dim, 1)),
-        values_of(4, _kv(n, dim, 2)),
-        q,
-        scale=1000.0,
-        scores=True,
-        quick=True,
-    )
-    all_bad = _kv(n, dim, 1, edits=[put("nan", 0, 0, None, 0)])
-    g.attend(
-        "all-keys",
-        "every key of every tile is non-finite",
-        "non_finite",
-        keys_of(4, all_bad),
-        values_of(4, _kv(n, dim, 2)),
-        sum4(3, 1, 1, 1, dim),
-        scores=True,
-        arrays=True,
-    )
-    return g
-
-
-GROUPS = (multi_row, masks, sinks, window, non_finite)
+GROUPS = (multi_row, masks, sinks, window)

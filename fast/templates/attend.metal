@@ -462,12 +462,8 @@ for (int split = begin; split < end; split++) {
     }
   }
   if (tid < rows) {
-    int x[3];
+    int x[3] = {TQ_IDENTITY, TQ_IDENTITY, TQ_IDENTITY};
     float den = 0.0f;
-    TQ_UNROLL
-    for (int kind = 0; kind < 3; kind++) {
-      x[kind] = TQ_IDENTITY;
-    }
     TQ_UNROLL
     for (int t = 0; t < 4; t++) {
       x[0] = max(x[0], any_packed ? tg_tile_exponent[(4 * 0 + t) * ROWS + tid] : TQ_IDENTITY);
@@ -541,12 +537,8 @@ for (int eight = sg; eight < (DV / 2 + 7) / 8; eight += 8) {
 #endif
 threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
 if (tid < ROWS) {
-  int x[3];
+  int x[3] = {TQ_IDENTITY, TQ_IDENTITY, TQ_IDENTITY};
   float den = 0.0f;
-  TQ_UNROLL
-  for (int kind = 0; kind < 3; kind++) {
-    x[kind] = TQ_IDENTITY;
-  }
   for (int level = 0; level < meta[META_LEVELS] && tid < rows; level++) {
     if (((full >> level) & 1) != 0) {
       const int at = (level * ROWS + tid) * 3;
