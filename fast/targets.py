@@ -36,17 +36,36 @@ def _no_metal() -> Reason:
     return None
 
 
+def _no_cpu_kernels() -> Reason:
+    """Why the CPU kernels could not be compiled or run in this process, or None. Compiles nothing."""
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return "MLX's default device is the GPU"
+    from .cpu import native
+
+    return native.unavailable_reason()
+
+
+def _cpu_details() -> dict[str, str]:
+    from .cpu import native
+
+    return native.identity()
+
+
 @dataclass(frozen=True)
 class Target:
     """One set of kernels.
 
     name: what users call it.  module: import path of a module with the public functions of the reference, or None if
-    it has not been built.  device_reason: gives the reason why the device cannot be used now, or None.
+    it has not been built.  device_reason: gives the reason why the device cannot be used now, or None.  details: what
+    the bits of its kernels could depend on besides what all targets depend on.
     """
 
     name: str
     module: str | None
     device_reason: Callable[[], Reason] = _no_requirement
+    details: Callable[[], dict[str, str]] = dict
 
     def unavailable_reason(self) -> Reason:
         """Why it cannot be used in this process, in a few words, or None if it can. Imports the module, runs nothing.
@@ -75,7 +94,8 @@ class Target:
         """Everything on this machine that the bits of a kernel could depend on; equal means: nothing has changed.
 
         Keys: target, module, device (its name), architecture, default_device, system, driver, python, mlx, package,
-        kernels (SHA-256 of the ``fast`` package and of the module), reference (SHA-256 of what kernels take from it).
+        kernels (SHA-256 of the ``fast`` package and of the module), reference (SHA-256 of what kernels take from it),
+        and the target's own (the CPU's: cpu, isa, compiler, sources).
         """
         import mlx.core as mx
 
@@ -94,6 +114,7 @@ class Target:
             "package": _package_version(),
             "kernels": _digest([here, *_outside(self.module, here)]),
             "reference": _digest([here.parent / "reference"]),
+            **self.details(),
         }
 
 
@@ -161,7 +182,7 @@ def _one_line(error: BaseException) -> str:
 TARGETS: tuple[Target, ...] = (
     Target("metal", "turboquant_vlm.fast.metal", _no_metal),
     Target("cuda", None),
-    Target("cpu", None),
+    Target("cpu", "turboquant_vlm.fast.cpu", _no_cpu_kernels, _cpu_details),
 )
 """Best first."""
 
