@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from .backend import attends_first_chunk
 from .guard import Functions
 
 Role = Literal["key", "value"]
@@ -131,7 +132,7 @@ class Step:
         if isinstance(mask, str) and mask != "causal":
             raise ValueError(f"unknown attention mask {mask!r}; expected None, 'causal' or an array")
         self.usage.note(queries.shape[2])
-        if self.raw is not None:
+        if self.raw is not None and not attends_first_chunk(self.backend):
             keys, values = (x.astype(queries.dtype) for x in self.raw)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if any(self.right_padding):
