@@ -73,14 +73,15 @@ def check(
     force: run it in any case.  timeout: seconds after which the process counts as hung.  folder: where verdicts are
     kept (default: in the cache folder).  log: is told, in one line, that the check starts to run.
     Never raises for anything that the target does. A folder that cannot be written only means that nothing is
-    remembered; so does a check that could not be started, because that says nothing about the kernels.
+    remembered; so does a check that could not be started, that hung, or that another process ended, because that need
+    not be the kernels' fault.
     """
     identity = {**target.identity(), "vectors": _vectors_digest()}
     path = (cache_folder() / FOLDER if folder is None else folder) / _file_name(identity)
     if not force and (found := _recall(path, identity)) is not None:
         return found
     if log is not None:
-        log(f"checking backend {target.name} on {identity['device']} (once, up to a minute)")
+        log(f"checking backend {target.name} on {identity['device']} (once, a few seconds to some minutes)")
     start = time.perf_counter()
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
@@ -89,7 +90,8 @@ def check(
         seconds = time.perf_counter() - start
         return Verdict(False, f"the check could not be started: {error}", 0, seconds, identity, when)
     verdict = Verdict(outcome.ok, outcome.reason, outcome.cases, time.perf_counter() - start, identity, when)
-    _remember(path, verdict)
+    if outcome.lasting:
+        _remember(path, verdict)
     return verdict
 
 
@@ -97,10 +99,11 @@ def check(
 
 
 def _vectors_digest() -> str:
-    """SHA-256 of the vectors and of the choice among them. A new version of the contract changes the vectors."""
+    """SHA-256 of the vectors, of the choice among them, and of what judges them."""
     here = Path(__file__).parent
     total = hashlib.sha256()
-    for path in [*sorted(here.glob("vectors/*.json")), here / "gate_cases.py"]:
+    judge = [here / f"{name}.py" for name in ("gate", "gate_cases", "suite", "backend", "cases", "compare", "inputs")]
+    for path in [*sorted(here.glob("vectors/*.json")), *judge]:
         total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
 
@@ -153,6 +156,8 @@ class _Outcome:
     ok: bool
     reason: str
     cases: int
+    lasting: bool = True
+    """False for what may have come from outside: a hang, or a signal that others send."""
 
 
 def _run_child(target: Target, device: str, timeout: float) -> _Outcome:
@@ -215,10 +220,12 @@ def _judge(messages: list[dict[str, Any]], complaint: str, status: int | None, h
     where = f"{begun[-1]}: " if begun else ""
     passed = max(0, len(begun) - 1)
     if hung is not None:
-        return _Outcome(False, f"{where}no end after {hung}", passed)
+        return _Outcome(False, f"{where}no end after {hung}", passed, lasting=False)
     if not done or (status != 0 and done[-1]["ok"]):
         how = f"the process ended with {_status(status)}"
-        return _Outcome(False, _short(f"{where}{how}{f' ({complaint})' if complaint else ''}"), passed)
+        sent = status is not None and -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        reason = _short(f"{where}{how}{f' ({complaint})' if complaint else ''}")
+        return _Outcome(False, reason, passed, lasting=not sent)
     if not done[-1]["ok"]:
         return _Outcome(False, _short(str(done[-1]["reason"])), passed)
     if len(begun) != _size():

@@ -37,6 +37,8 @@ def _through_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "kernels_started":
+        return metal.kernels_started
     if name not in _names:
         raise AttributeError(name)
     value = getattr(metal, name)

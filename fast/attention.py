@@ -40,13 +40,15 @@ class Division:
 
     one_dispatch: splits up to which a group reads the whole context itself.  wanted_groups: groups that keep a large
     GPU busy.  max_groups: groups that the second dispatch joins for one query.  workers: groups that take blocks of
-    queries one after the other, so that the scratch memory of a prefill is bounded.
+    queries one after the other, so that the scratch memory of a prefill is bounded.  products: multiply-adds of one
+    dispatch, so that none runs for seconds.
     """
 
     one_dispatch: int = 4
     wanted_groups: int = 512
     max_groups: int = 64
     workers: int = 256
+    products: int = 2**37
 
 
 DIVISION = Division()
@@ -75,12 +77,46 @@ def attend(
         return mx.zeros(out_shape, q.dtype)
     for name, tokens in (("keys", keys), ("values", values)):
         _check_held(tokens, q.shape[2], name)
+    call = _Call(scale, mask == "causal" if isinstance(mask, str) else False, window, tuple(padding), q.shape[2])
+    one = q.shape[0] * q.shape[1] * max(keys.lengths) * (keys.codec.dim + values.codec.dim)
+    step = max(MAX_ROWS, DIVISION.products // one)
+    if q.shape[2] <= step:
+        return _attend_part(q, keys, values, call, array, sinks, 0)
+    parts = []
+    for start in range(0, q.shape[2], step):
+        part = slice(start, start + step)
+        own = array if array is None or array.shape[2] == 1 else array[:, :, part]
+        parts.append(_attend_part(q[:, :, part], keys, values, call, own, sinks, start))
+    return mx.concatenate(parts, axis=2)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all parts of a call share. queries: of the whole call."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    padding: tuple[int, ...]
+    queries: int
+
+
+def _attend_part(
+    q: mx.array,
+    keys: Tokens,
+    values: Tokens,
+    call: _Call,
+    array: mx.array | None,
+    sinks: mx.array | None,
+    start: int,
+) -> mx.array:
+    """Attention of the queries from number `start` of the call on; q and the mask hold only these."""
     plan = _Plan.of(q, keys, values)
+    out_shape = (*q.shape[:3], values.codec.dim)
     inputs = _key_inputs(q, keys) | _value_inputs(values)
     variant = _variant(q, keys, values, array, plan.rows) | {"FINAL": int(plan.groups == 1)}
     variant |= {"USES_STACK": int(plan.groups == 1 or plan.levels > 1), "LEVELS": MAX_LEVELS if plan.levels > 1 else 1}
-    inputs["meta"] = _meta(q, keys, values, scale, mask == "causal" if isinstance(mask, str) else False, window, array,
-                           padding, plan)
+    inputs["meta"] = _meta(q, keys, values, call, array, plan, start)
     if array is not None:
         inputs["mask"] = array
     dim = values.codec.dim
@@ -103,7 +139,7 @@ def attend(
     merge_inputs = {"sums": results[0], "tails": results[1], "meta": inputs["meta"], "v_tables": inputs["v_tables"]}
     if with_sinks:
         merge_inputs["sinks"] = _padded(sinks)
-    merge = _merge_kernel(values.codec, q.dtype, plan.rows, tuple(merge_inputs))
+    merge = _merge_kernel(values.codec, q.dtype, plan.rows, DIVISION.max_groups, tuple(merge_inputs))
     merge_rows = _merge_rows(dim)
     merge_groups = -(-plan.work * plan.rows // merge_rows)
     return merge(merge_inputs, (merge_groups, 1, 1), 32 * merge_rows, [(out_shape, q.dtype)])[0]
@@ -128,8 +164,8 @@ def scores(
     plan = _Plan.of(q, keys, None)
     inputs = _key_inputs(q, keys)
     variant = _variant(q, keys, None, array, plan.rows)
-    inputs["meta"] = _meta(q, keys, None, scale, mask == "causal" if isinstance(mask, str) else False, window, array,
-                           padding, plan)
+    call = _Call(scale, mask == "causal" if isinstance(mask, str) else False, window, tuple(padding), q.shape[2])
+    inputs["meta"] = _meta(q, keys, None, call, array, plan, 0)
     if array is not None:
         inputs["mask"] = array
     kernel = _attend_kernel(tuple(variant.items()), keys.codec, None, tuple(inputs), ("logits",))
@@ -248,16 +284,14 @@ def _meta(
     q: mx.array,
     keys: Tokens,
     values: Tokens | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    call: _Call,
     mask: mx.array | None,
-    padding: Sequence[int],
     plan: _Plan,
+    start: int,
 ) -> mx.array:
     """int32: the numbers of a call and of its rows, at the places that templates/attention.metal names."""
     heads = keys.first.shape[1]
-    factor = struct.unpack("<i", struct.pack("<f", query_factor(scale)))[0]
+    factor = struct.unpack("<i", struct.pack("<f", query_factor(call.scale)))[0]
     strides = [0, 0, 0, 0]
     if mask is not None:
         step = 1
@@ -265,7 +299,7 @@ def _meta(
             strides[axis] = step if mask.shape[axis] > 1 else 0
             step *= mask.shape[axis]
     other = keys if values is None else values
-    call = [
+    numbers = [
         heads,
         q.shape[1] // heads,
         q.shape[2],
@@ -275,8 +309,8 @@ def _meta(
         other.recent.shape[2],
         keys.first.shape[2],
         other.first.shape[2],
-        int(causal),
-        0 if window is None else min(window, 2**31 - 1),
+        int(call.causal),
+        0 if call.window is None else min(int(call.window), 2**31 - 1),
         factor,
         plan.splits,
         plan.groups,
@@ -285,11 +319,12 @@ def _meta(
         plan.levels,
         plan.work,
         plan.workers,
+        call.queries - start - q.shape[2],
     ]
-    call += [0] * (META_CALL - len(call))
-    for n, k, v, p in zip(keys.lengths, keys.held, other.held, padding, strict=True):
-        call += [n, k, v, p]
-    return _numbers(tuple(call))
+    numbers += [0] * (META_CALL - len(numbers))
+    for n, k, v, p in zip(keys.lengths, keys.held, other.held, call.padding, strict=True):
+        numbers += [n, k, v, p]
+    return _numbers(tuple(numbers))
 
 
 @lru_cache(maxsize=64)
@@ -339,15 +374,18 @@ def threadgroup_bytes(rows: int, keys: Codec, values: Codec | None, levels: int,
     """Threadgroup memory of a kernel of `rows` queries, in bytes."""
     padded = -(-keys.dim // 32) * 32
     vector = max(padded, 0 if values is None else values.dim)
-    total = rows * (4 * vector + 2 * keys.dim + 4 * 6)
+    table = {5: 128, 6: 256, 8: 4}
+    sizes = [4 * vector * rows, 2 * keys.dim * rows, 12 * rows, 4 * rows, 4 * rows, 4 * rows]
     if packed:
-        total += {5: 128, 6: 256, 8: 4}.get(keys.code_bits, 2048) + 16 * rows
-        total += 4 * vector * rows if keys.kind == "prod" else 0
+        sizes += [table.get(keys.code_bits, 2048), 16 * rows]
+        sizes += [4 * vector * rows] if keys.kind == "prod" else []
     if values is not None:
-        total += 512 + rows * (3 * 32 + 48 + 512) + 1024 + 64 + levels * rows * 16
+        sizes += [256, 256, 32 * rows, 32 * rows, 32 * rows, 48 * rows, 512 * rows, 1024, 64]
+        sizes += [12 * levels * rows, 4 * levels * rows]
         if packed:
-            total += {5: 128, 6: 256, 8: 4}.get(values.code_bits, 2048) + 1024 * _shares(rows) + 32 * rows
-    return total
+            sizes += [table.get(values.code_bits, 2048), 1024 * _shares(rows), 32 * rows]
+    # Each array may start at a multiple of 16 bytes.
+    return sum(-(-size // 16) * 16 for size in sizes)
 
 
 def _shares(rows: int) -> int:
@@ -368,7 +406,8 @@ def _name(stem: str, keys: Codec, values: Codec | None, variant: dict[str, Param
     key = f"k{keys.dim}b{keys.bits}{'prod' if keys.kind == 'prod' else ''}"
     value = "" if values is None else f"_v{values.dim}b{values.bits}"
     kinds = {"half": "f16", "bfloat16_t": "bf16", "float": "f32"}
-    types = "_".join(dict.fromkeys(kinds[str(variant[t])] for t in ("QT", "KT", "VT") if t in variant))
+    types = [kinds[str(variant[t])] for t in ("QT", "KT", "VT") if t in variant]
+    types = types[:1] if len(set(types)) == 1 else types
     flags = {
         "HAS_PACKED": "packed",
         "HAS_MASK": "mask",
@@ -378,7 +417,9 @@ def _name(stem: str, keys: Codec, values: Codec | None, variant: dict[str, Param
         "USES_STACK": "stack",
     }
     extra = "".join(f"_{label}" for flag, label in flags.items() if variant.get(flag))
-    return f"turboquant_{stem}_{key}{value}_rows{variant['ROWS']}_{types}{extra}"
+    if variant["LEVELS"] != 1:
+        extra += f"{variant['LEVELS']}"
+    return f"turboquant_{stem}_{key}{value}_rows{variant['ROWS']}_{'_'.join(types)}{extra}"
 
 
 @remembered
@@ -401,15 +442,16 @@ def _merge_rows(dim: int) -> int:
 
 
 @remembered
-def _merge_kernel(values: Codec, dtype: mx.Dtype, rows: int, inputs: tuple[str, ...]) -> Kernel:
+def _merge_kernel(values: Codec, dtype: mx.Dtype, rows: int, groups: int, inputs: tuple[str, ...]) -> Kernel:
     parameters: list[tuple[str, Parameter]] = [
         *rotation_parameters("DV", values.dim),
         ("KAPPA_V", values.scale_shift),
         ("ROWS", rows),
         ("MERGE_ROWS", _merge_rows(values.dim)),
-        ("MERGE_LEVELS", DIVISION.max_groups.bit_length()),
+        ("MERGE_LEVELS", groups.bit_length()),
         ("HAS_SINKS", int("sinks" in inputs)),
         ("QT", TYPES[dtype]),
     ]
-    name = f"turboquant_merge_v{values.dim}_rows{rows}_{dtype_name(dtype)}{'_sinks' if 'sinks' in inputs else ''}"
+    name = f"turboquant_merge_v{values.dim}_rows{rows}_groups{groups}_{dtype_name(dtype)}"
+    name += "_sinks" if "sinks" in inputs else ""
     return build(name, "merge", ("numerics", "rotation", "attention", "sink"), tuple(parameters), inputs, ("out",))

@@ -46,19 +46,42 @@ class Kernel:
         outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
     ) -> list[mx.array]:
         """Starts groups of `threads` threads. inputs by name; outputs as (shape, dtype) in the kernel's order."""
-        return launch.current()(
+        given = [inputs[name] for name in self.inputs]
+        # The first start of a text: it is compiled now, where the caller can still do without it.
+        first = id(self.metal) not in _started and _evaluated(given)
+        results = launch.current()(
             self.metal,
-            inputs=[inputs[name] for name in self.inputs],
+            inputs=given,
             grid=(groups[0] * threads, groups[1], groups[2]),
             threadgroup=(threads, 1, 1),
             output_shapes=[tuple(shape) for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
+        if first and _evaluated(results):
+            _started.add(id(self.metal))
+        return results
+
+
+def kernels_started() -> int:
+    """How many texts this process has started and seen through."""
+    return len(_started)
+
+
+def _evaluated(arrays: Sequence[mx.array]) -> bool:
+    """Computes arrays; False inside a function transformation of MLX, where that is not possible."""
+    try:
+        mx.eval(arrays)
+    except ValueError as error:
+        if "during function transformations" in str(error):
+            return False
+        raise
+    return True
 
 
 _remembered: list[Any] = []
 # By identity: the objects of MLX can neither be hashed by content nor carry a name. Each is kept alive here.
 _sources: dict[int, Kernel] = {}
+_started: set[int] = set()
 
 
 def remembered(function: F) -> F:

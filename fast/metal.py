@@ -19,6 +19,7 @@ from turboquant_vlm.reference import (
 
 from .attention import attend, scores
 from .codec import dequantize, quantize
+from .kernels import kernels_started as kernels_started
 from .tokens import append, append_pair, empty_tokens, raw_tokens, select_rows, stack_rows, trim
 
 __all__ = [

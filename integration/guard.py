@@ -7,6 +7,7 @@ run without a trace.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass
@@ -19,6 +20,11 @@ from turboquant_vlm.reference import FIRST, Codec, Packed, Tokens, packed_tiles
 
 Log = Callable[[str], None]
 
+MOST_WORK = 2**28
+"""Numbers of a query times tokens up to which a new kernel is compared with the reference: some seconds at most."""
+LAST_QUERIES = 8
+"""Queries of a larger call that are compared instead."""
+
 _TRACED = "during function transformations"  # MLX's words when it may not evaluate
 
 
@@ -28,6 +34,10 @@ class Guard:
     A call that raises is repeated on ``fallback``. If that raises too, the arguments were wrong: its error goes to the
     caller and nothing else happens. If not, the kernels are at fault: ``log`` gets one line, and ``fallback`` serves
     every later call in this process (``failure`` then holds the reason).
+
+    The kernels behind ``module`` are compiled for what a model needs. When one of them starts for the first time, its
+    result is also compared with the reference's, bit for bit (`_other_bits`): the check of the device cannot have run
+    every shape.
 
     MLX computes when a result is needed, long after the call. The first result of each kind of call (codecs, dtypes,
     rows, heads, lengths up to a power of two, which options are used) is therefore evaluated here, so that a kernel
@@ -41,6 +51,7 @@ class Guard:
         self._fallback = fallback
         self._log = log
         self._seen: set[Hashable] = set()
+        self._started: Callable[[], int] = getattr(module, "kernels_started", lambda: 0)
         self._lock = threading.Lock()
         for public in vars(fallback)["__all__"]:
             own, safe = getattr(module, public), getattr(fallback, public)
@@ -60,10 +71,17 @@ class Guard:
             kind = (name, *[_kind(a) for a in args], *[(key, _kind(a)) for key, a in kwargs.items()])
             # The arguments first: what fails there is the model's, and is whole again before kernels can fail.
             first = kind not in self._seen and _evaluate((args, tuple(kwargs.values())))
+            before = self._started()
             try:
                 result = own(*args, **kwargs)
                 if first:
                     _evaluate(result)
+                if self._started() != before:
+                    # A kernel ran for the first time: on what it is asked for here, it has to agree with the reference.
+                    expected = _other_bits(name, own, safe, args, kwargs, result)
+                    if expected is not None:
+                        self._fail(f"a new kernel of {name} gave other bits than the reference")
+                        return safe(*args, **kwargs)
             except Exception as error:
                 return self._repeat(error, functools.partial(safe, *args, **kwargs), name)
             if first:
@@ -77,12 +95,47 @@ class Guard:
             result = safe()
         except Exception as same:
             raise same from (None if type(same) is type(error) else error)
+        text = " ".join(str(error).split())
+        self._fail(f"{name} raised {type(error).__name__}: {text[:200]}")
+        return result
+
+    def _fail(self, reason: str) -> None:
         with self._lock:
             if self.failure is None:
-                text = " ".join(str(error).split())
-                self.failure = f"{name} raised {type(error).__name__}: {text[:200]}"
+                self.failure = reason
                 self._log(f"backend {self.name} failed while serving ({self.failure}); the reference serves")
-        return result
+
+
+def _other_bits(
+    name: str,
+    own: Callable[..., Any],
+    safe: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> Any:
+    """The reference's result if it differs from ``result``, else None; of a long prefill only the last queries."""
+    bound = inspect.signature(safe).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if name in ("attend", "scores"):
+        q, mask = given["q"], given["mask"]
+        tokens = max(1, max(given["keys"].lengths, default=1))
+        if q.size * tokens > MOST_WORK and q.shape[2] > LAST_QUERIES:
+            given["q"] = q[:, :, -LAST_QUERIES:]
+            if isinstance(mask, mx.array) and mask.ndim >= 2 and mask.shape[-2] > 1:
+                given["mask"] = mask[..., -LAST_QUERIES:, :]
+            result = own(*bound.args, **bound.kwargs)
+        if given["q"].size * tokens > MOST_WORK:
+            return None
+    elif sum(a.size for a in _arrays(tuple(given.values())) if a.ndim == 4) > MOST_WORK:
+        return None
+    expected = safe(*bound.args, **bound.kwargs)
+    if not _evaluate((expected, result)):
+        return None
+    pairs = zip(_arrays(expected), _arrays(result), strict=True)
+    alike = all(a.shape == b.shape and a.dtype == b.dtype and mx.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    return None if alike else expected
 
 
 def _evaluate(result: Any) -> bool:

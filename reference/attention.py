@@ -32,7 +32,7 @@ from .masks import Mask, MaskView, additive_logits, attended, row_mask
 from .query import LOG2_E, Query, clamp28, logit, prepare_query
 from .rotation import rotate_back
 from .tokens import select_rows
-from .types import FIRST, LAG, TILE, Codec, Tokens, packed_tiles
+from .types import DTYPES, FIRST, LAG, TILE, Codec, Tokens, packed_tiles
 
 __all__ = ["attend", "scores"]
 
@@ -417,7 +417,7 @@ def check_query(q: mx.array, keys: Tokens, scale: float) -> None:
         )
     if keys.role != "key":
         raise ValueError(f'keys must have role "key"; got role={keys.role!r}')
-    if not mx.issubdtype(q.dtype, mx.floating):
+    if q.dtype not in DTYPES:
         raise ValueError(f"q must be float16, bfloat16 or float32; got {q.dtype}")
     if not (math.isfinite(scale) and 2.0**-30 <= scale * LOG2_E <= 2.0**20):
         raise ValueError(f"scale must be a positive number between 2^-30 and 2^20 over log2(e); got scale={scale}")

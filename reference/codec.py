@@ -21,7 +21,7 @@ from .codebook import boundary_constant, centroids_ascending, magnitudes
 from .integers import half_from_ratio, isqrt, pow2, snap, snap_wide
 from .packing import pack, unpack
 from .rotation import hadamard, rotate, rotate_back
-from .types import ALLOWED_BITS, TILE, Codec, Packed
+from .types import ALLOWED_BITS, DTYPES, TILE, Codec, Packed
 
 __all__ = ["coded_centroids", "dequantize", "make_codec", "quantize"]
 
@@ -102,14 +102,17 @@ def check_vectors(x: mx.array, codec: Codec, base: bool, factors: mx.array | Non
     """Raises ValueError for arguments that `quantize` cannot take."""
     if x.ndim < 2 or x.shape[-1] != codec.dim:
         raise ValueError(f"x must be [..., T, {codec.dim}] for this codec; got shape {tuple(x.shape)}")
-    if not mx.issubdtype(x.dtype, mx.floating):
+    if x.dtype not in DTYPES:
         raise ValueError(f"x must be float16, bfloat16 or float32; got {x.dtype}")
     if base and (x.shape[-2] % TILE or not x.shape[-2]):
         raise ValueError(f"a key base needs whole tiles of {TILE} tokens; got T={x.shape[-2]}")
     if x.size == 0:
         raise ValueError(f"x holds no vectors: shape {tuple(x.shape)}")
-    if factors is not None and tuple(factors.shape[-1:]) != (codec.dim,):
-        raise ValueError(f"factors must be [..., {codec.dim}]; got shape {tuple(factors.shape)}")
+    if factors is not None:
+        wanted = (*x.shape[:-2], codec.dim)
+        lead = (1,) * (len(wanted) - factors.ndim) + tuple(factors.shape)
+        if len(lead) != len(wanted) or any(have not in (1, want) for have, want in zip(lead, wanted, strict=True)):
+            raise ValueError(f"factors must broadcast to {list(wanted)}; got shape {tuple(factors.shape)}")
 
 
 def _subtract_base(x: mx.array, e: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -218,6 +221,8 @@ def dequantize(packed: Packed, codec: Codec, dtype: mx.Dtype = mx.float32) -> mx
 
     A vector that held NaN or infinity comes back as NaN in all coordinates.
     """
+    if packed.words.size == 0:
+        return mx.zeros((*packed.words.shape[:-1], codec.dim), dtype)
     x = _scaled(rotate_back(coded_centroids(packed.words, codec), codec.seed), packed.scales, codec.scale_shift)
     if packed.sign_words is not None and packed.sign_scales is not None:
         remainder = rotate_back(sign_centroids(packed.sign_words, codec), codec.seed, stream=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import mlx.core as mx
 import numpy as np
@@ -45,8 +46,8 @@ def checked_mask(
     padding = [0] * len(lengths) if left_padding is None else [int(p) for p in left_padding]
     if len(padding) != len(lengths) or min(padding) < 0:
         raise ValueError(f"left_padding must be {len(lengths)} numbers >= 0; got {padding}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1; got window={window}")
+    if window is not None and (not isinstance(window, Integral) or window < 1):
+        raise ValueError(f"window must be an integer of at least 1; got window={window!r}")
     if mask is None or isinstance(mask, str):
         if mask not in (None, "causal"):
             raise ValueError(f'mask must be None, "causal" or an array; got mask={mask!r}')
@@ -70,6 +71,8 @@ def row_mask(
 ) -> MaskView:
     """Check a mask and take the part of one row."""
     padding, array = checked_mask(mask, window, left_padding, query_shape, lengths, heads)
+    # A window that reaches beyond every token is none; a wider one would not fit into int32.
+    window = None if window is None or window >= 2**31 else int(window)
     if array is None:
         return MaskView(mask is not None, window, None)
     part = array[row if array.shape[0] > 1 else 0]

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .codec import dequantize, quantize
 from .packing import words_per_vector
-from .types import FIRST, RING, TILE, Codec, Packed, Role, Tokens, packed_tiles
+from .types import DTYPES, FIRST, RING, TILE, Codec, Packed, Role, Tokens, packed_tiles
 
 __all__ = ["append", "append_pair", "empty_tokens", "raw_tokens", "select_rows", "stack_rows", "trim"]
 
@@ -54,7 +54,7 @@ def empty_tokens(
         raise ValueError(f'role must be "key" or "value"; got role={role!r}')
     if batch < 1 or heads < 1:
         raise ValueError(f"batch and heads must be at least 1; got batch={batch}, heads={heads}")
-    if not mx.issubdtype(dtype, mx.floating):
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32; got dtype={dtype}")
     if role == "value" and codec.kind != "mse":
         raise ValueError(f'values need kind="mse"; got kind={codec.kind!r}')

@@ -21,6 +21,8 @@ RING = 128
 """Raw tokens kept for decoding, the newest included."""
 
 ALLOWED_BITS = (1, 2, 3, 4, 5, 6, 8)
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+"""The dtypes of a model."""
 
 Role = Literal["key", "value"]
 

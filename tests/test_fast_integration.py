@@ -13,6 +13,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from turboquant_vlm import reference
 from turboquant_vlm.conformance import host_target, metal_host
+from turboquant_vlm.fast import kernels, launch, metal
 from turboquant_vlm.integration import TurboQuantKVCache, backend, install, uninstall
 from turboquant_vlm.integration.backend import Backend
 from turboquant_vlm.integration.guard import Guard
@@ -92,3 +93,56 @@ def test_a_model_on_the_kernels_equals_the_reference(name: str, monkeypatch: pyt
     assert guard.failure is None
     assert mx.array_equal(want, got)
     assert bool(mx.all(mx.isfinite(got)))
+
+
+class Faulty:
+    """The Metal target on the host; kernels whose name holds `word` go wrong."""
+
+    def __init__(self, word: str, how: str) -> None:
+        self.word, self.how = word, how
+
+    def launch(self, kernel: Any, **call: Any) -> Any:
+        results = host_target.on_host(kernel, **call)
+        if self.word not in kernels.source_of(kernel).name:
+            return results
+        if self.how == "raises":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+        return [results[0] + 1, *results[1:]]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(metal, name)
+        if not callable(value) or isinstance(value, type):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with launch.using(self.launch):
+                return value(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("how", ["raises", "is wrong"])
+@pytest.mark.parametrize(
+    ("word", "tokens"), [("merge", 1025), ("base_given", 224), ("final_stack12", 257), ("rows6", 258)]
+)
+def test_a_kernel_that_fails_when_it_starts_late(word: str, tokens: int, how: str) -> None:
+    """Texts that come into play in the middle of a conversation: the answer stays the reference's."""
+    kernels.forget()
+    said: list[str] = []
+    guard = Guard("metal", Faulty(word, how), reference, said.append)
+    codecs = [(guard.make_codec(64, bits), role) for bits, role in ((4, "key"), (3, "value"))]
+    stores = [tuple(b.empty_tokens(c, role, 1, 1, mx.float16) for c, role in codecs) for b in (guard, reference)]
+    x = mx.random.normal((1, 1, tokens + 1, 64), key=mx.random.key(3)).astype(mx.float16)
+    ours, theirs = (
+        b.append_pair(*store, x[:, :, : tokens - 2], x[:, :, : tokens - 2])
+        for b, store in zip((guard, reference), stores, strict=True)
+    )
+    for start, queries in ((tokens - 2, 1), (tokens - 1, 1), (tokens, 1)):
+        part = x[:, :, start : start + queries]
+        q = mx.concatenate([part] * (6 if word == "rows6" and start == tokens else 1), axis=1)
+        ours = guard.append_pair(*ours, part, part)
+        theirs = reference.append_pair(*theirs, part, part)
+        assert mx.array_equal(guard.attend(q, *ours, 0.1), reference.attend(q, *theirs, 0.1))
+    assert len(said) == 1, said
+    assert ("raised RuntimeError" if how == "raises" else "other bits than the reference") in said[0]
+    assert guard.failure is not None

@@ -94,7 +94,7 @@ for (int at = tid; at < ROWS * 2 * DV; at += 256) {
 for (int r = sg; r < ROWS; r += 8) {
   const int m = block * ROWS + r;
   const int l = m / group, h = head * group + m % group;
-  const int position = r < rows ? length - queries + l : -1;
+  const int position = r < rows ? length - meta[META_AFTER] - queries + l : -1;
   const bool real = position >= 0;
   device const QT* query = q + ((batch_row * heads + h) * queries + l) * DK;
   const float scale = as_type<float>(meta[META_SCALE]);
@@ -292,8 +292,8 @@ for (int split = begin; split < end; split++) {
 #if HAS_MASK
     if (may) {
       const int m = block * ROWS + r;
-      const int at = batch_row * meta[META_MASK_ROW] + (head * group + m % group) * meta[META_MASK_HEAD] +
-          (m / group) * meta[META_MASK_QUERY] + (token + meta[row_meta + 3]) * meta[META_MASK_COLUMN];
+      const long at = long(batch_row) * meta[META_MASK_ROW] + long(head * group + m % group) * meta[META_MASK_HEAD] +
+          long(m / group) * meta[META_MASK_QUERY] + (token + meta[row_meta + 3]) * meta[META_MASK_COLUMN];
 #if MASK_ADDITIVE
       const float v = float(mask[at]);
       may = as_type<uint>(v) != 0xff800000u;

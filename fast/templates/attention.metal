@@ -23,6 +23,7 @@
 #define META_LEVELS 19
 #define META_WORK 20
 #define META_WORKERS 21
+#define META_AFTER 22
 #define META_ROWS 24
 #define META_ROW 4
 
