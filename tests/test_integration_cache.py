@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import KVCache, _BaseCache
 
 from turboquant_vlm import reference
+from turboquant_vlm.integration.backend import available
 from turboquant_vlm.integration.batch import BatchTurboQuantKVCache
 from turboquant_vlm.integration.bits import ALLOWED_BITS, is_default_split, resolve_kv_bits
 from turboquant_vlm.integration.cache import SLICE, TurboQuantKVCache
@@ -161,13 +162,25 @@ def test_it_is_close_to_float_attention() -> None:
 
 def test_the_first_chunk_attends_to_its_own_floats() -> None:
     keys, values = tokens(150)
-    cache = TurboQuantKVCache(2)
+    cache = TurboQuantKVCache(2, backend="reference")
     got = cache.update_and_fetch(keys, values)
     q = random(1, 4, 150, DIM)
     expected = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.1, mask="causal")
     assert same(cache.quantized_attention(q, *got, scale=0.1, mask="causal"), expected)
     # Any later look at the same tokens reads codes.
     assert not same(cache.quantized_attention(q[:, :, -1:], scale=0.1), expected[:, :, -1:])
+
+
+@pytest.mark.skipif("cpu" not in available(), reason="no CPU kernels here: their first chunk was not checked")
+def test_cpu_kernels_take_the_first_chunk() -> None:
+    """MLX's CPU attention takes a hundred times longer; old tokens of the chunk are then read packed."""
+    keys, values = tokens(150)
+    q = random(1, 4, 150, DIM)
+    cache = TurboQuantKVCache(2, backend="cpu")
+    got = cache.quantized_attention(q, *cache.update_and_fetch(keys, values), scale=0.1, mask="causal")
+    functions = TurboQuantKVCache(2, backend="reference")
+    functions.update_and_fetch(keys, values)
+    assert same(got, reference.attend(q, functions._keys, functions._values, 0.1, mask="causal"))
 
 
 def test_unknown_mask_is_refused() -> None:
