@@ -4,6 +4,10 @@ Contestants of a case take turns, round by round, so that a busy machine slows a
 rounds counts. Times belong to the machine they were measured on; ratios are what can be compared, and change with the
 machine too. A contestant whose one call takes longer than a limit is left out, and the table says so. Progress goes
 to standard error, a Markdown table to standard output, and all numbers to the file of ``--json``.
+
+The measurement runs in a process of its own, where NumPy's matrix products use one thread each: several wait for each
+other in a loop, which on a busy machine takes a hundred times as long as the product. The NumPy contestant shares its
+heads among threads instead; our reference does not.
 """
 
 from __future__ import annotations
@@ -25,7 +29,20 @@ import mlx.core as mx
 import numpy as np
 
 from .. import fast
-from .benchmark_cases import NUMPY, OURS, QUERIES, QUICK, SEED, Case, Contestant, Data, Run, all_cases, contestants
+from .benchmark_cases import (
+    NUMPY,
+    OURS,
+    QUERIES,
+    QUICK,
+    SEED,
+    Case,
+    Contestant,
+    Data,
+    Run,
+    all_cases,
+    contestants,
+    cpus,
+)
 from .quality_report import Record, environment
 from .weights import Log, say
 
@@ -33,7 +50,8 @@ CALL_LIMIT = 20.0
 """Seconds after which one call is too long."""
 SLICE = 128
 """One of so many parts of a case's work is tried first."""
-THREAD_VARIABLES = ("TURBOQUANT_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+PRODUCT_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+"""How many threads NumPy's matrix products use; read when NumPy is loaded."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +104,20 @@ def measure(case: Case, effort: Effort, clock: Clock) -> Record:
     """All contestants of a case, in turns."""
     data = Data(case)
     entries = [_Entry(contestant) for contestant in contestants(case)]
-    expected: np.ndarray[Any, Any] | None = None
+    results = {entry.contestant.name: _first_call(entry, case, data, clock) for entry in entries}
+    expected = results.get(NUMPY)
     for entry in entries:
-        first = _first_call(entry, case, data, clock)
-        if first is None or case.step == "encode":
-            continue
-        found = np.array(first if isinstance(first, np.ndarray) else first.astype(mx.float32))
-        found = found.reshape(case.query_heads, case.queries, case.dim)
-        if entry.contestant.name == NUMPY:
-            expected = found
-        entry.error = found  # type: ignore[assignment]
-    for entry in entries:
-        if entry.error is not None:
-            entry.error = None if expected is None else _distance(entry.error, expected)
+        found = results[entry.contestant.name]
+        if expected is not None and found is not None:
+            entry.error = _distance(found, expected)
+    del results, expected
     playing = [entry for entry in entries if entry.run is not None]
     for _ in range(effort.rounds):
         for entry in playing:
-            spent = sum(entry.times)
-            if entry.run is None or len(entry.times) >= effort.rounds or (entry.times and spent >= effort.seconds):
+            enough = len(entry.times) >= effort.rounds or sum(entry.times) >= effort.seconds
+            if entry.times and (enough or not clock.fits(max(entry.times))):
                 continue
-            if entry.times and not clock.fits(max(entry.times)):
-                continue
+            assert entry.run is not None
             entry.times.append(timed(entry.run, case.work)[0])
     record = _case_record(case, entries)
     del data, entries, playing
@@ -133,7 +144,7 @@ def _first_call(entry: _Entry, case: Case, data: Data, clock: Clock) -> Any:
                 entry.skipped = f"one call would take about {_round(expected):.0f} s"
                 return None
             if entry.contestant.name != OURS and not clock.fits(expected):
-                entry.skipped = f"one call would take about {_round(expected):.0f} s, and the time of --quick was used up"
+                entry.skipped = f"about {_round(expected):.0f} s a call, more than was left of --quick"
                 return None
         seconds, result = timed(run, case.work)
     except Exception as error:  # another library's attention may refuse a shape; the others go on
@@ -148,7 +159,11 @@ def _first_call(entry: _Entry, case: Case, data: Data, clock: Clock) -> Any:
     return result
 
 
-def _distance(found: Any, expected: np.ndarray[Any, Any]) -> float:
+def _distance(found: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of what is expected, both of one size."""
+    if not isinstance(found, np.ndarray):
+        found = np.array(found.astype(mx.float32))
+    found, expected = found.ravel(), expected.ravel()
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -212,7 +227,8 @@ def title(case: Record) -> str:
     if case["step"] == "encode":
         return f"encode {case['tokens']:,} tokens, {case['kv_heads']} heads, {bits}"
     queries = "1 query" if case["queries"] == 1 else f"{case['queries']} queries"
-    return f"{case['step']}, {queries}, {case['tokens']:,} tokens, {case['query_heads']}/{case['kv_heads']} heads, {bits}"
+    heads = f"{case['query_heads']}/{case['kv_heads']} heads"
+    return f"{case['step']}, {queries}, {case['tokens']:,} tokens, {heads}, {bits}"
 
 
 def text(result: Record) -> str:
@@ -255,13 +271,9 @@ def _steps(value: str) -> list[str]:
     return steps
 
 
-def _usable() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def _threads(value: str) -> int:
-    if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _usable():
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to {_usable()}, the CPUs at hand; got {value!r}")
+    if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= cpus():
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to {cpus()}, the CPUs at hand; got {value!r}")
     return int(value)
 
 
@@ -279,27 +291,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _in_child(arguments: Sequence[str], threads: int) -> int:
-    """The same command in a process that has so many CPUs: libraries count them when they are loaded."""
-    variables = os.environ | dict.fromkeys(THREAD_VARIABLES, str(threads))
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments]
-    if sys.platform != "linux":
-        return subprocess.run(command, env=variables, check=False).returncode
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:threads])
-    try:
-        return subprocess.run(command, env=variables, check=False).returncode
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
+def run(argv: Sequence[str] | None = None) -> int:
+    """The measurement, in this process; arguments as of the command, which has seen to --threads."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.threads is not None:
-        rest = ["--cases", ",".join(args.cases), *(["--quick"] if args.quick else [])]
-        return _in_child([*rest, *(["--json", str(args.json)] if args.json else [])], args.threads)
     cases = [case for case in (QUICK if args.quick else all_cases()) if case.step in args.cases]
     result = benchmark(cases, FAST if args.quick else FULL)
     if args.json:
@@ -310,6 +305,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     print(text(result))
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(arguments)
+    program = f"import sys; from {run.__module__ if __spec__ is None else __spec__.name} import run; sys.exit(run())"
+    variables = os.environ | dict.fromkeys(PRODUCT_THREADS, "1")
+    if args.threads is not None:
+        variables["TURBOQUANT_THREADS"] = str(args.threads)
+    before = os.sched_getaffinity(0) if sys.platform == "linux" else None
+    try:
+        if before is not None and args.threads is not None:
+            os.sched_setaffinity(0, sorted(before)[: args.threads])
+        return subprocess.run([sys.executable, "-c", program, *arguments], env=variables, check=False).returncode
+    finally:
+        if before is not None:
+            os.sched_setaffinity(0, before)
 
 
 if __name__ == "__main__":
