@@ -69,7 +69,7 @@ ATTEND = mutants(
      "const int head = kv / kv_heads, batch_row = kv % kv_heads;\nconst int row_meta", "heads.scores"),
     ("rows past the last query", "const int rows = min(ROWS, group * queries - block * ROWS);",
      "const int rows = ROWS;", "nine.scores"),
-    ("position one too young", "length - queries + l : -1", "length - queries + l + 1 : -1", "raw/two tiles.scores"),
+    ("position one too young", "- queries + l : -1", "- queries + l + 1 : -1", "raw/two tiles.scores"),
     ("queries of padding are read", "const bool real = position >= 0;", "const bool real = true;", "nine.scores"),
     ("overflow of the scaled query unseen", "finite = finite && tq_finite(given) && tq_finite(x);",
      "finite = finite && tq_finite(given);", "poison/huge query.scores"),

@@ -74,14 +74,15 @@ BARRIERS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiles mutants into a folder of their own, without optimisation: a third of the time."""
-    caches = (build.cache_folder, build.emulator_digest, build.runtime)
+    # Kernels built before belong to another copy of the runtime.
+    caches = (build.cache_folder, build.emulator_digest, build.runtime, build.build)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TURBOQUANT_CACHE", str(tmp_path_factory.mktemp("kernels")))
         patch.setattr(build, "_KERNEL_FLAGS", ["-O0" if flag == "-O1" else flag for flag in build._KERNEL_FLAGS])
         for cached in caches:
             cached.cache_clear()
         yield
-    for cached in (*caches, build.build):
+    for cached in caches:
         cached.cache_clear()
 
 
