@@ -168,8 +168,8 @@ MUTANTS = [
     Mutant(
         "tiles shifted by one token",
         "tokens.py",
-        "recent[:, :, start + old * TILE : start + new * TILE]",
-        "recent[:, :, start + old * TILE + 1 : start + new * TILE + 1]",
+        "recent.shape[2] - after + old * TILE, new - old",
+        "recent.shape[2] - after + old * TILE + 1, new - old",
     ),
     Mutant(
         "left padding of a chunk kept", "tokens.py", "x[b : b + 1, :, length - real[b] :]", "x[b : b + 1, :, : real[b]]"
