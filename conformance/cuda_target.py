@@ -65,17 +65,7 @@ def on_cuda(kernel: Callable[..., Any], **call: Any) -> Any:
     return cuda_kernel(kernels.source_of(kernel))(**call)
 
 
-def _through_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with launch.using(on_cuda):
-            return function(*args, **kwargs)
-
-    return run
-
-
 def __getattr__(name: str) -> Any:
     if name not in _names:
         raise AttributeError(name)
-    value = getattr(metal, name)
-    return _through_cuda(value) if callable(value) and not isinstance(value, type) else value
+    return launch.through(on_cuda, getattr(metal, name))

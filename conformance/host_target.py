@@ -6,7 +6,6 @@ order of threads, with poisoned memory, and any complaint of the runner is an er
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -27,19 +26,9 @@ def on_host(kernel: Callable[..., Any], **call: Any) -> Any:
     return host_call(kernel, **call, order=ORDERS[next(_launches) % len(ORDERS)])
 
 
-def _through_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with launch.using(on_host):
-            return function(*args, **kwargs)
-
-    return run
-
-
 def __getattr__(name: str) -> Any:
     if name == "kernels_started":
         return metal.kernels_started
     if name not in _names:
         raise AttributeError(name)
-    value = getattr(metal, name)
-    return _through_host(value) if callable(value) and not isinstance(value, type) else value
+    return launch.through(on_host, getattr(metal, name))

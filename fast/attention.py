@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from turboquant_vlm.reference.attention import EXCLUDED, check_held, check_query, check_values
+from turboquant_vlm.reference.attention import EXCLUDED, check_query, check_rows_held, check_values
 from turboquant_vlm.reference.masks import Mask, checked_mask
 from turboquant_vlm.reference.packing import words_per_vector
 from turboquant_vlm.reference.query import query_factor
@@ -76,7 +76,7 @@ def attend(
     if q.shape[2] == 0 or max(keys.lengths) == 0:
         return mx.zeros(out_shape, q.dtype)
     for name, tokens in (("keys", keys), ("values", values)):
-        _check_held(tokens, q.shape[2], name)
+        check_rows_held(tokens, q.shape[2], name)
     call = _Call(scale, mask == "causal" if isinstance(mask, str) else False, window, tuple(padding), q.shape[2])
     one = q.shape[0] * q.shape[1] * max(keys.lengths) * (keys.codec.dim + values.codec.dim)
     step = max(MAX_ROWS, DIVISION.products // one)
@@ -160,7 +160,7 @@ def scores(
     shape = (*q.shape[:3], longest)
     if q.shape[2] == 0 or longest == 0:
         return mx.full(shape, EXCLUDED, mx.int32)
-    _check_held(keys, q.shape[2], "keys")
+    check_rows_held(keys, q.shape[2], "keys")
     plan = _Plan.of(q, keys, None)
     inputs = _key_inputs(q, keys)
     variant = _variant(q, keys, None, array, plan.rows)
@@ -217,12 +217,6 @@ class _Plan:
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _check_held(tokens: Tokens, queries: int, name: str) -> None:
-    for length, held in zip(tokens.lengths, tokens.held, strict=True):
-        if length:
-            check_held(length, held, length - queries, name)
 
 
 def _padded(sinks: mx.array | None) -> mx.array:

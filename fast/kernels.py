@@ -48,7 +48,7 @@ class Kernel:
         """Starts groups of `threads` threads. inputs by name; outputs as (shape, dtype) in the kernel's order."""
         given = [inputs[name] for name in self.inputs]
         # The first start of a text: it is compiled now, where the caller can still do without it.
-        first = id(self.metal) not in _started and _evaluated(given)
+        first = id(self.metal) not in _started and evaluated(given)
         results = launch.current()(
             self.metal,
             inputs=given,
@@ -57,7 +57,7 @@ class Kernel:
             output_shapes=[tuple(shape) for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
-        if first and _evaluated(results):
+        if first and evaluated(results):
             _started.add(id(self.metal))
         return results
 
@@ -67,7 +67,7 @@ def kernels_started() -> int:
     return len(_started)
 
 
-def _evaluated(arrays: Sequence[mx.array]) -> bool:
+def evaluated(arrays: Sequence[mx.array]) -> bool:
     """Computes arrays; False inside a function transformation of MLX, where that is not possible."""
     try:
         mx.eval(arrays)

@@ -6,6 +6,7 @@ one in its place is how the same text runs on a machine without Metal, or is cou
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,3 +60,16 @@ def using(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _local.launcher = before
+
+
+def through(launcher: Launcher, value: Any) -> Any:
+    """A function whose kernels start through `launcher`; a constant or a class as it is."""
+    if not callable(value) or isinstance(value, type):
+        return value
+
+    @functools.wraps(value)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with using(launcher):
+            return value(*args, **kwargs)
+
+    return run

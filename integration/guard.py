@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from turboquant_vlm.fast.kernels import evaluated
 from turboquant_vlm.reference import FIRST, Codec, Packed, Tokens, packed_tiles
 
 Log = Callable[[str], None]
@@ -25,7 +26,6 @@ MOST_WORK = 2**28
 LAST_QUERIES = 8
 """Queries of a larger call that are compared instead."""
 
-_TRACED = "during function transformations"  # MLX's words when it may not evaluate
 
 
 class Guard:
@@ -140,13 +140,7 @@ def _other_bits(
 
 def _evaluate(result: Any) -> bool:
     """Compute all arrays in a result; False inside a function transformation of MLX, where that is not possible."""
-    try:
-        mx.eval(list(_arrays(result)))
-    except ValueError as error:
-        if _TRACED in str(error):
-            return False
-        raise
-    return True
+    return evaluated(list(_arrays(result)))
 
 
 def _arrays(value: Any) -> Iterator[mx.array]:

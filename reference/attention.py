@@ -408,6 +408,13 @@ def check_held(length: int, held: int, oldest: int, name: str) -> None:
         )
 
 
+def check_rows_held(tokens: Tokens, queries: int, name: str) -> None:
+    """`check_held` for the last `queries` positions of every row."""
+    for length, held in zip(tokens.lengths, tokens.held, strict=True):
+        if length:
+            check_held(length, held, length - queries, name)
+
+
 def check_query(q: mx.array, keys: Tokens, scale: float) -> None:
     """Raise ValueError for queries, keys or a scale that do not fit."""
     heads, dim = keys.first.shape[1], keys.codec.dim

@@ -20,8 +20,8 @@ from turboquant_vlm.reference.attention import (
     EXCLUDED,
     WEIGHT_HIGH,
     WEIGHT_LOW,
-    check_held,
     check_query,
+    check_rows_held,
     check_values,
 )
 from turboquant_vlm.reference.codebook import magnitudes
@@ -85,7 +85,7 @@ def attend(
     if q.shape[2] == 0 or max(keys.lengths) == 0:
         return mx.zeros(out_shape, q.dtype)
     for name, tokens in (("keys", keys), ("values", values)):
-        _check_held(tokens, q.shape[2], name)
+        check_rows_held(tokens, q.shape[2], name)
     out = native.output(out_shape, q.dtype)
     _launch(q, keys, values, scale, mask, array, sinks, window, padding, out=out.address)
     return out.array()
@@ -106,16 +106,10 @@ def scores(
     shape = (*q.shape[:3], longest)
     if q.shape[2] == 0 or longest == 0:
         return mx.full(shape, EXCLUDED, mx.int32)
-    _check_held(keys, q.shape[2], "keys")
+    check_rows_held(keys, q.shape[2], "keys")
     logits = native.output(shape, mx.int32)
     _launch(q, keys, None, scale, mask, array, None, window, padding, logits=logits.address)
     return logits.array()
-
-
-def _check_held(tokens: Tokens, queries: int, name: str) -> None:
-    for length, held in zip(tokens.lengths, tokens.held, strict=True):
-        if length:
-            check_held(length, held, length - queries, name)
 
 
 def _launch(

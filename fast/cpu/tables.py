@@ -9,8 +9,10 @@ import numpy as np
 
 from turboquant_vlm.reference.codebook import boundary_constant, centroids_ascending, magnitudes
 from turboquant_vlm.reference.packing import words_per_vector
-from turboquant_vlm.reference.rotation import hadamard, random_signs, split_order
+from turboquant_vlm.reference.rotation import hadamard, random_signs
 from turboquant_vlm.reference.types import Codec
+
+from ..tables import order
 
 __all__ = ["CodecTables", "codec_tables"]
 
@@ -29,10 +31,7 @@ class CodecTables(ctypes.Structure):
 @cache
 def codec_tables(codec: Codec) -> CodecTables:
     """The tables of a codec. Its address stays good for the life of the process."""
-    order = split_order(codec.dim)
-    if order is None:
-        raise ValueError(f"TurboQuant has no Hadamard matrix for dim={codec.dim}")
-    m, k = order
+    m, k = order(codec.dim)
     # The first column of every block of 2^k is P_m itself: S_k starts with a one.
     paley = hadamard(codec.dim)[:: 1 << k, :: 1 << k] > 0
     rows, row_counts = _where(paley)
